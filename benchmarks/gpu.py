@@ -105,10 +105,7 @@ class Bench:
             "flops": llama.step_flops(model.shape),
             "peers": {row.name: row.peer for row in self.rows},
             "rounds": [],
-            "memory": {},
-            "absent": {},
-            "losses": {},
-            "overlap": {},
+            **{kind: {} for kind in ("memory", "absent", "losses", "overlap")},
         }
 
     def measure(self, *, phase: str, until: float, save: Callable[[], None]) -> None:

@@ -65,12 +65,8 @@ def overlap(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _overlap(found: Sequence[Sequence[Interval]], busy: IntervalUnion) -> dict[str, float]:
     hidden = [sum(busy.length_between(start, stop) for start, stop in each) for each in found]
-    return {
-        "num": len(found),
-        "num_overlapping": sum(x > 0 for x in hidden),
-        "us": sum(map(total_length, found)),
-        "hidden_us": sum(hidden),
-    }
+    nums = {"num": len(found), "num_overlapping": sum(x > 0 for x in hidden)}
+    return {**nums, "us": sum(map(total_length, found)), "hidden_us": sum(hidden)}
 
 
 def _marks(events: Iterable[Mapping[str, Any]], names: tuple[str, ...]) -> list[Interval]:

@@ -75,12 +75,8 @@ def scaled(hardware: fs.inspect.Hardware, schedule: fs.schedules.Schedule, step_
     factor = step_s / fs.inspect.predict(schedule, hardware).step_s
     assert isinstance(hardware.compute_times, Mapping)
     compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute_times.items()}
-    return replace(
-        hardware,
-        compute_times=compute,
-        update_s=factor * hardware.update_s,
-        memory_bandwidth=hardware.memory_bandwidth / factor,
-    )
+    memory = hardware.memory_bandwidth / factor
+    return replace(hardware, compute_times=compute, update_s=factor * hardware.update_s, memory_bandwidth=memory)
 
 
 def contention(nproc: int) -> float:
@@ -93,10 +89,5 @@ def _row(rounds: list[dict[str, float]], predicted_s: float) -> dict[str, Any]:
     alone_s = times(rounds, ALONE).median
     measured_s = alone_s * ratio(rounds, TOGETHER, ALONE).median
     predicted_s = mean(gathered(predicted_s))
-    return {
-        "rounds": rounds,
-        "alone_s": alone_s,
-        "measured_s": measured_s,
-        "predicted_s": predicted_s,
-        "error": predicted_s / measured_s - 1,
-    }
+    seconds = {"alone_s": alone_s, "measured_s": measured_s, "predicted_s": predicted_s}
+    return {"rounds": rounds, **seconds, "error": predicted_s / measured_s - 1}

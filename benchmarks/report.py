@@ -237,52 +237,38 @@ def _steps(part: Mapping[str, Any]) -> Table:
     rows = []
     for name in rounds[0]:
         of_fsdp2, of_ddp = ratio(rounds, name, peer), ratio(rounds, name, "DDP")
-        rows.append((name, ranged(times(rounds, name), 1e3, "{:.0f}"), ranged(of_fsdp2), ranged(of_ddp)))
+        rows.append((name, _milliseconds(rounds, name), ranged(of_fsdp2), ranged(of_ddp)))
     return Table(f"A training step; FSDP2's is that of {peer!r}", ("", "ms a step", "of FSDP2's", "of DDP's"), rows)
 
 
 def _small(part: Mapping[str, Any]) -> Table:
-    rows = [
-        (
-            kind,
-            f"{each['block_params']:,}",
-            name,
-            ranged(times(each["rounds"], name), 1e3, "{:.0f}"),
-            ranged(ratio(each["rounds"], name, "DDP")),
-        )
-        for kind, each in part.items()
-        for name in each["rounds"][0]
-    ]
+    rows = []
+    for kind, each in part.items():
+        for name in each["rounds"][0]:
+            of_ddp = ranged(ratio(each["rounds"], name, "DDP"))
+            rows.append((kind, f"{each['block_params']:,}", name, _milliseconds(each["rounds"], name), of_ddp))
     return Table("Small units", ("", "parameters of a block", "", "ms a step", "of DDP's"), rows)
 
 
 def _alternating(part: Mapping[str, Any]) -> Table:
-    rows = [
-        (
-            name,
-            *(ranged(times(each["rounds"], key), 1e3, "{:.0f}") for key in (TOGETHER, FIRST, SECOND)),
-            ranged(in_turns(each["rounds"])),
-        )
-        for name, each in part.items()
-    ]
+    rows: list[tuple[str, ...]] = []
+    for name, each in part.items():
+        took = [_milliseconds(each["rounds"], key) for key in (TOGETHER, FIRST, SECOND)]
+        rows.append((name, *took, ranged(in_turns(each["rounds"]))))
     return Table("Two programs on one scheduler, ms", ("", TOGETHER, FIRST, SECOND, "in turns, of the sum"), rows)
 
 
 def _optax(part: Mapping[str, Any]) -> Table:
     rounds = part["rounds"]
-    rows = [(name, ranged(times(rounds, name), 1e3, "{:.0f}"), ranged(ratio(rounds, name, OWN))) for name in (OWN, OPTAX)]
+    rows = [(name, _milliseconds(rounds, name), ranged(ratio(rounds, name, OWN))) for name in (OWN, OPTAX)]
     return Table("Steps updated by optax", ("", "ms a step", "of fsharp's"), rows)
 
 
 def _prediction(part: Mapping[str, Any]) -> Table:
-    rows = [
-        (
-            f"{name} (calibrated on)" if name == part["fitted"] else name,
-            *(f"{1e3 * each[key]:.0f}" for key in ("alone_s", "measured_s", "predicted_s")),
-            f"{each['error']:+.1%}",
-        )
-        for name, each in part["shapes"].items()
-    ]
+    rows: list[tuple[str, ...]] = []
+    for name, each in part["shapes"].items():
+        took = [f"{1e3 * each[key]:.0f}" for key in ("alone_s", "measured_s", "predicted_s")]
+        rows.append((name + " (calibrated on)" * (name == part["fitted"]), *took, f"{each['error']:+.1%}"))
     header = ("", "without communication, ms", "zero3 measured, ms", "predicted, ms", "error")
     return Table("Predicted steps", header, rows)
 
@@ -292,19 +278,10 @@ def _tune(part: Mapping[str, Any]) -> Table:
     for name, each in part["shapes"].items():
         seconds = [row["measured_s"] for row in each["rows"]]
         chosen, fastest = each["rows"][0], min(each["rows"], key=lambda row: row["measured_s"])
-        rows.append(
-            (
-                name,
-                *(", ".join(filter(None, (row["layout"], row["policy"], row["remat"]))) for row in (chosen, fastest)),
-                f"{len(seconds)}, {max(seconds) / min(seconds):.2f}",
-                f"{each['noise']:.1%}",
-                f"{each['error']:.0%}",
-                f"{each['regret']:.1%}",
-                f"{each['rank_correlation']:.2f}",
-                f"{each['ceiling']:.2f}",
-                f"{each['order']:.0%} of {each['pairs']}",
-            )
-        )
+        both = [", ".join(filter(None, (row["layout"], row["policy"], row["remat"]))) for row in (chosen, fastest)]
+        errors = f"{each['noise']:.1%}", f"{each['error']:.0%}", f"{each['regret']:.1%}"
+        order = f"{each['rank_correlation']:.2f}", f"{each['ceiling']:.2f}", f"{each['order']:.0%} of {each['pairs']}"
+        rows.append((name, *both, f"{len(seconds)}, {max(seconds) / min(seconds):.2f}", *errors, *order))
     header = ("", "the choice", "the fastest", "candidates, slowest to fastest", "noise", "error of a time")
     header += ("regret", "rank correlation", "the most that noise allows", "pairs in order")
     return Table("Choices of `fs.tune`", header, rows)
@@ -331,15 +308,9 @@ def _calls(part: Mapping[str, Any]) -> Table:
 def _memory(title: str, largest: Mapping[str, Any], rss: Mapping[str, Any]) -> Table:
     rows = []
     for name, row in largest.items():
-        rows.append(
-            (
-                name,
-                *(f"{row[key] / 1e6:.1f}" for key in ("peak", "first", "later", "rest")),
-                f"{(row['peak'] - row['optimizer']) / 1e6:.1f}",
-                f"{peak_ratio(largest, name):.3f}",
-                f"{rss[name]['rise'] / 1e6:.0f}" if name in rss else "",
-            )
-        )
+        sizes = (row["peak"], row["first"], row["later"], row["rest"], row["peak"] - row["optimizer"])
+        risen = f"{rss[name]['rise'] / 1e6:.0f}" if name in rss else ""
+        rows.append((name, *(f"{nbytes / 1e6:.1f}" for nbytes in sizes), f"{peak_ratio(largest, name):.3f}", risen))
     header = ("", "peak, MB", "first step", "later steps", "at rest", "less optimizer state", "peak, of FSDP2's", "RSS, MB")
     return Table(title, header, rows)
 
@@ -347,6 +318,10 @@ def _memory(title: str, largest: Mapping[str, Any], rss: Mapping[str, Any]) -> T
 def _checkpoint(part: Mapping[str, Any]) -> Table:
     rows = [(where, what, ranged(x, form="{:.0f}"), y and ranged(y)) for where, what, x, y in checkpoint.rows(part)]
     return Table(f"Checkpoints, {part['nbytes_of_a_rank'] / 1e6:.0f} MB a rank", ("", "", "ms or MB", "of DCP's"), rows)
+
+
+def _milliseconds(rounds: Rounds, name: str) -> str:
+    return ranged(times(rounds, name), 1e3, "{:.0f}")
 
 
 def ranged(x: Spread, scale: float = 1.0, form: str = "{:.3f}") -> str:

@@ -76,25 +76,9 @@ def frozen():
         yield
 
 
-SMALL_OPTIONS = Options(
-    rounds=2,
-    steps=1,
-    warmup=2,
-    host_rounds=2,
-    dim=16,
-    layers=2,
-    heads=2,
-    time=8,
-    batch=1,
-    host_layers=2,
-    calls_layers=2,
-    calibration_steps=2,
-    small_layers=2,
-    compile_units=20,
-    checkpoint_mb=1,
-    checkpoint_rounds=1,
-    docs=None,
-)
+SIZES = {"dim": 16, "layers": 2, "heads": 2, "time": 8, "batch": 1, "host_layers": 2, "calls_layers": 2, "small_layers": 2}
+TURNS = {"rounds": 2, "steps": 1, "warmup": 2, "host_rounds": 2, "calibration_steps": 2, "checkpoint_rounds": 1}
+SMALL_OPTIONS = Options(**SIZES, **TURNS, compile_units=20, checkpoint_mb=1, docs=None)
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +106,8 @@ def fsharp_alone():
     """The parts of two processes in which FSDP2 has none."""
 
     def run(comm):
-        modules = {
-            "small": small,
-            "alternating": alternating,
-            "optax": interop,
-            "prediction": prediction,
-            "tune": tuning,
-            "checkpoint": checkpoint,
-        }
+        modules = {"small": small, "alternating": alternating, "optax": interop, "prediction": prediction}
+        modules |= {"tune": tuning, "checkpoint": checkpoint}
         return {name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in modules.items()}
 
     return processes(fs.Mesh({"dp": 2}), run)
@@ -329,14 +307,8 @@ def test_turns_time_every_contender_in_every_round_and_continue_with_their_batch
         return torch.tensor(float(batch))
 
     settled = []
-    rounds, losses = steps.interleaved(
-        {name: partial(step, name) for name in seen},
-        range(4),
-        rounds=3,
-        block=2,
-        warmup=1,
-        settle={"b": lambda: settled.append(1)},
-    )
+    both, turns = {name: partial(step, name) for name in seen}, {"rounds": 3, "block": 2, "warmup": 1}
+    rounds, losses = steps.interleaved(both, range(4), **turns, settle={"b": lambda: settled.append(1)})
     assert [set(row) for row in rounds] == [{"a", "b"}] * 3
     assert seen["a"] == seen["b"] == [0, 1, 2, 3, 0, 1, 2]
     assert [float(x) for x in losses["a"]] == seen["a"]
@@ -441,9 +413,8 @@ def test_compute_is_scaled_to_the_step_without_communication():
     alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
     alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
     memory_bandwidth = 2.0 * THREE_UNITS.units[0].outgoing
-    hardware = fs.inspect.Hardware(
-        compute_times={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=memory_bandwidth, update_s=0.5
-    )
+    speeds = {"bandwidth": 1.0, "memory_bandwidth": memory_bandwidth}
+    hardware = fs.inspect.Hardware(compute_times={"**": (1.0, 2.0)}, **speeds, update_s=0.5)
     assert fs.inspect.predict(alone, hardware).step_s == 11.0
     found = prediction.scaled(hardware, alone, 22.0)
     assert fs.inspect.predict(alone, found).step_s == 22.0
@@ -491,19 +462,11 @@ def test_losses_that_differ_are_refused():
 
 
 def test_first_losses_are_compared_with_those_of_the_peer():
-    losses = {
-        "a": [1.0, 2.0],
-        "b": [1.01, 2.0],
-        "late": [None, 2.02],
-        "off": [1.1, 2.0],
-        "nan": [1.0, float("nan")],
-        "x": [5.0],
-        "later": [None] * gpu_page.FIRST + [9.0],
-    }
+    losses = {"a": [1.0, 2.0], "b": [1.01, 2.0], "late": [None, 2.02], "off": [1.1, 2.0], "nan": [1.0, float("nan")]}
+    losses |= {"x": [5.0], "later": [None] * gpu_page.FIRST + [9.0]}
     found = gpu_page.compare(losses, dict.fromkeys(losses, "a") | {"x": "left out"})
-    assert found["difference_of_losses"] == pytest.approx(
-        {"a": 0, "b": 0.01, "late": 0.01, "off": 0.1, "nan": float("nan")}, nan_ok=True
-    )
+    expected = {"a": 0, "b": 0.01, "late": 0.01, "off": 0.1, "nan": float("nan")}
+    assert found["difference_of_losses"] == pytest.approx(expected, nan_ok=True)
     assert set(found["mismatch"]) == {"off", "nan"}
 
 
@@ -590,24 +553,9 @@ def test_a_profile_on_the_cpu_has_the_marks():
     assert names.count(REDUCE) == TINY.layers + 2
 
 
-WHERE = {
-    "date": "2026-01-01 00:00 UTC",
-    "commit": "abc",
-    "gpu": "none",
-    "peak_flops": 1e12,
-    "python": "3",
-    "torch": torch.__version__,
-    "cuda": "13",
-    "nccl": "2",
-}
-PROFILED = (
-    gpu_contenders.BASE,
-    gpu_contenders.NEWER,
-    gpu_contenders.OURS,
-    gpu_contenders.MODULE,
-    gpu_contenders.FP8_BASE,
-    gpu_contenders.FP8,
-)
+WHERE = {"date": "2026-01-01 00:00 UTC", "commit": "abc", "gpu": "none", "peak_flops": 1e12}
+WHERE |= {"python": "3", "torch": torch.__version__, "cuda": "13", "nccl": "2"}
+PROFILED = [getattr(gpu_contenders, name) for name in ("BASE", "NEWER", "OURS", "MODULE", "FP8_BASE", "FP8")]
 
 
 def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(of_the_gpu):
@@ -922,14 +870,8 @@ def test_a_table_has_the_runs_of_the_record(tmp_path):
     known(names[1], [5.0] * 8 + [3.3], seed=1)
     rows = wire.losses_of(2, 2, options, record, {}, silent)["codecs"]
     assert list(rows) == list(names[:2])
-    assert rows[names[1]] == {
-        "bytes": 2.0,
-        "bytes_ratio": 0.25,
-        "loss": 3.3,
-        "losses": {1: 3.3},
-        "loss_ratio": pytest.approx(1.1),
-        "loss_ratios": [pytest.approx(1.1)],
-    }
+    ratios = {"bytes_ratio": 0.25, "loss_ratio": pytest.approx(1.1), "loss_ratios": [pytest.approx(1.1)]}
+    assert rows[names[1]] == {"bytes": 2.0, "loss": 3.3, "losses": {1: 3.3}, **ratios}
     known(names[1], [5.0] * 8 + [2.0], seed=0)
     known(names[2], [5.0] * 7 + [5.5], seed=0, until=8)
     with pytest.raises(wire.LossMismatch, match=r"mxint8, zero2, 2 processes: losses are .* 5\.5\]"):

@@ -208,8 +208,7 @@ class Saver(BackgroundSaver):
             self._retention.check_options("Saver()")
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy_savers):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
-            if comm.rank == 0:
-                run_converting_os_errors(self._root, lambda: _clean_root_and_try_write(self._root))
+            _clean_root_and_try_write(self._root, comm)
 
         check_on_all_ranks("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self.saved, self._saved_at = -1, math.inf
@@ -218,8 +217,7 @@ class Saver(BackgroundSaver):
     def _reset_after_rank_restart(self) -> None:
         super()._reset_after_rank_restart()
         self._saved_at = math.inf  # the save that was under way may be complete all the same
-        if self._comm.rank == 0:
-            run_converting_os_errors(self._root, lambda: _clean_root_and_try_write(self._root))
+        _clean_root_and_try_write(self._root, self._comm)
 
     @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
@@ -263,12 +261,17 @@ class Saver(BackgroundSaver):
         check_on_all_ranks("Saver", self._own, remove_old)
 
 
-def _clean_root_and_try_write(root: str) -> None:
-    """Remove interrupted saves under ``root``, and try to write there, so that an error shows before the first save."""
-    remove_incomplete(root)
-    storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
-    storage.make_staging_folder(trial)
-    storage.remove(storage.staging_path(trial))
+def _clean_root_and_try_write(root: str, comm: Comm) -> None:
+    """On rank 0 remove interrupted saves, and try to write under ``root``, so that an error shows before the first save."""
+
+    def clean() -> None:
+        remove_incomplete(root)
+        storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
+        storage.make_staging_folder(trial)
+        storage.remove(storage.staging_path(trial))
+
+    if comm.rank == 0:
+        run_converting_os_errors(root, clean)
 
 
 def _wait_for_all_saves() -> None:

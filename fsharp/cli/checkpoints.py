@@ -55,17 +55,8 @@ def checkpoint_list_text(root: str, /) -> str:
             continue
         when = datetime.fromtimestamp(made.created, UTC).strftime("%Y-%m-%d %H:%M:%S")
         metric = "" if made.metric is None else f"{made.metric:g}"
-        rows.append(
-            (
-                str(made.step),
-                when,
-                str(len(made.files)),
-                str(len(each.tensor_names)),
-                nbytes_text(made.nbytes),
-                metric,
-                each.path,
-            )
-        )
+        sizes = str(len(made.files)), str(len(each.tensor_names)), nbytes_text(made.nbytes)
+        rows.append((str(made.step), when, *sizes, metric, each.path))
     errors = opening_errors(absolute_path(root))
     if len(rows) > 1:
         return "\n".join([*align_columns(rows, right={0, 2, 3, 4, 5}), *errors])
@@ -106,12 +97,8 @@ def show(path: str, /) -> str:
         record = made.tensors[stored]
         rows.append((name, dtype_name(record.dtype), str(list(record.shape)) + (f" = {stored}" if stored != name else "")))
     values = [("value", "")] + [(name, repr(value)) for name, value in sorted(made.values.items())]
-    parts = [
-        align_columns([(name, str(value)) for name, value in about if value is not None]),
-        align_columns(rows),
-        align_columns(values),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts if len(part) > 1)
+    known = [(name, str(value)) for name, value in about if value is not None]
+    return "\n\n".join("\n".join(align_columns(part)) for part in (known, rows, values) if len(part) > 1)
 
 
 def verify_checkpoints(paths: tuple[str, ...], /) -> str:

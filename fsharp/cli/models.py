@@ -52,15 +52,9 @@ def _mixtral_shapes() -> Shapes:
 
 def _deepseek_v3_shapes() -> Shapes:
     dim, heads = 7168, 128
-    attention = {
-        "q_down": (1536, dim),
-        "q_norm": (1536,),
-        "q_up": (heads * 192, 1536),
-        "kv_down": (512 + 64, dim),
-        "kv_norm": (512,),
-        "kv_up": (heads * 256, 512),
-        "out": (dim, heads * 128),
-    }
+    queries = {"q_down": (1536, dim), "q_norm": (1536,), "q_up": (heads * 192, 1536)}
+    keys = {"kv_down": (512 + 64, dim), "kv_norm": (512,), "kv_up": (heads * 256, 512)}
+    attention = queries | keys | {"out": (dim, heads * 128)}
     dense = attention | {"mlp": _swiglu_shapes(dim, 18432)}
     experts = {"router": (256, dim), "shared": _swiglu_shapes(dim, 2048), "experts": _swiglu_shapes(dim, 2048, 256)}
     return _decoder_shapes(dim, 129280, [dense] * 3 + [attention | experts] * 58)

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.inspect.fitting_links import bytes_per_second, collective_timestamps, fit_links_and_casts, nonnegative_least_squares
+from fsharp.inspect.fitting_links import (
+    CollectiveTimestamps,
+    bytes_per_second,
+    collective_timestamps,
+    fit_links_and_casts,
+    nonnegative_least_squares,
+)
 from fsharp.stateful.schedule.ops import OUTGOING, REST, Phase, buffer_nbytes, kinds_where
 from fsharp.stateful.schedule.program import Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, op_positions_by_bucket
@@ -42,16 +48,11 @@ def fit_speeds(
     def seconds_if_alone(start: float, stop: float) -> float:
         return (stop - start) * sending_speed + waits.length_between(start, stop) * (1 - sending_speed)
 
-    taken_alone = {
-        op: [
-            (
-                seconds_if_alone(each.issued_s, each.start_s) if overlaps_latency else 0.0,
-                seconds_if_alone(each.start_s, each.stop_s),
-            )
-            for each in per_step
-        ]
-        for op, per_step in flights.items()
-    }
+    def queued_and_sending_s(each: CollectiveTimestamps) -> tuple[float, float]:
+        queued_s = seconds_if_alone(each.issued_s, each.start_s) if overlaps_latency else 0.0
+        return queued_s, seconds_if_alone(each.start_s, each.stop_s)
+
+    taken_alone = {op: list(map(queued_and_sending_s, per_step)) for op, per_step in flights.items()}
     facts = schedule.program.facts
     cast_s = sum(median(each) for each in host.casts.values())
     cast_nbytes = sum(memory_traffic_nbytes([schedule.ops[op]], facts) for op in host.casts)
@@ -309,11 +310,7 @@ def _check_kinds_measured(schedule: Schedule, rows: Iterable[TraceRow]) -> None:
     measured = {row[1] for row in rows}
     facts = schedule.program.facts
     wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or op.spec.collectives(facts[op.unit])}
-    needed = [
-        *kinds_where(lambda spec: spec.cost == "compute"),
-        *kinds_where(lambda spec: spec.cost == "update"),
-        *kinds_with_collectives(),
-    ]
+    needed = [*kinds_where(lambda spec: spec.cost in ("compute", "update")), *kinds_with_collectives()]
     missing = [kind for kind in needed if kind in wanted - measured]
     if missing:
         there = [("measured", ", ".join(kind for kind in kinds_where() if kind in measured) or "nothing")]

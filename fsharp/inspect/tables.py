@@ -22,14 +22,12 @@ def table(schedule: Schedule) -> str:
     facts = schedule.program.facts
     rows, joined = list[tuple[str, ...]]([_COLUMN_NAMES]), {i for run in op_positions_by_bucket(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
-        before = schedule.ops[i - 1] if i else None
+        is_same_event = i > 0 and schedule.ops[i - 1].event_index == op.event_index
         calls = op.spec.collectives(facts[op.unit])
         rows.append(
             (
                 str(i),
-                ""
-                if before and before.event_index == op.event_index
-                else f"{op.event_index} {schedule.program.events[op.event_index]}",
+                "" if is_same_event else f"{op.event_index} {schedule.program.events[op.event_index]}",
                 f"+ {op.kind}" if i in joined else op.kind,
                 op.unit,
                 op.phase,
@@ -46,19 +44,13 @@ def table(schedule: Schedule) -> str:
     number = Counter(op.kind for op in schedule.ops)
     calls_sent = schedule.collective_counts()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())
-    return "\n".join(
-        [
-            *align_columns(rows, right, lines_above={1}),
-            f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds_where() if number[kind]),
-            f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
-            *(
-                [f"{nbytes_text(schedule.host_copy_nbytes)} copied from host memory and to it"]
-                if schedule.host_copy_nbytes
-                else []
-            ),
-            f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.peak_nbytes)} are live at once",
-        ]
-    )
+    lines = align_columns(rows, right, lines_above={1})
+    lines.append(f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds_where() if number[kind]))
+    lines.append(f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank")
+    if schedule.host_copy_nbytes:
+        lines.append(f"{nbytes_text(schedule.host_copy_nbytes)} copied from host memory and to it")
+    peak = nbytes_text(schedule.peak_nbytes)
+    return "\n".join([*lines, f"arena {nbytes_text(schedule.arena)}, of which at most {peak} are live at once"])
 
 
 @options_checked

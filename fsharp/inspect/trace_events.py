@@ -38,12 +38,8 @@ def _trace_events(timeline: Timeline, process: int, name: str) -> Iterator[dict[
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
     for span in timeline.spans:
         op = schedule.ops[span.op]
-        args: dict[str, Any] = {
-            "op": span.op,
-            "phase": span.phase,
-            "event": str(schedule.program.events[op.event_index]),
-            "after": op.after,
-        }
+        event = str(schedule.program.events[op.event_index])
+        args: dict[str, Any] = {"op": span.op, "phase": span.phase, "event": event, "after": op.after}
         if op.memory:
             args |= {"first byte": op.memory.start, "bytes": op.memory.nbytes}
         if op.opens:
@@ -52,15 +48,8 @@ def _trace_events(timeline: Timeline, process: int, name: str) -> Iterator[dict[
             args["copied"] = facts[op.unit].host
         if span.kind == op.kind and (calls := op.spec.collectives(facts[op.unit])):
             args["sent"] = sum(call.nbytes for call in calls)
-        yield {
-            "ph": "X",
-            "name": f"{span.kind} {span.unit}".rstrip(),
-            "cat": span.kind,
-            "pid": process,
-            "tid": STREAMS.index(span.stream),
-            "ts": 1e6 * span.start_s,
-            "dur": 1e6 * span.seconds,
-            "args": args,
-        }
+        where = {"cat": span.kind, "pid": process, "tid": STREAMS.index(span.stream)}
+        when = {"ts": 1e6 * span.start_s, "dur": 1e6 * span.seconds}
+        yield {"ph": "X", "name": f"{span.kind} {span.unit}".rstrip(), **where, **when, "args": args}
     for second, nbytes in [*timeline.memory, (timeline.step_s, timeline.memory[-1][1])]:
         yield {"ph": "C", "name": "arena", "pid": process, "ts": 1e6 * second, "args": {"bytes": nbytes}}

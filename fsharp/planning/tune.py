@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -139,29 +140,8 @@ def tune(
     Cost: no collective without ``comm``. About 4 ms for each unit of ``effort``. A candidate is not simulated if it exceeds the
     budget at rest, or if it would be slower than the fastest even without waits.
     """
-    request = TuneRequest(
-        model=model,
-        hardware=hardware,
-        budget=budget,
-        batch=batch,
-        mesh=mesh,
-        strategies=strategies,
-        units=units,
-        formats=formats,
-        policies=policies,
-        remat=remat,
-        loss_fn=loss_fn,
-        frozen=frozen,
-        activations=activations,
-        order=order,
-        microbatches=microbatches,
-        optimizer_buffers=optimizer_buffers,
-        backend=backend,
-        device=device,
-        comm=comm,
-        tolerance=tolerance,
-        effort=effort,
-    )
+    arguments = dict(locals())  # of this call, by name
+    request = TuneRequest(**{each.name: arguments[each.name] for each in fields(TuneRequest)})
     ranks = comm or SingleComm()
     # Ranks agree before and after they measure together: if one rank fails or differs, all ranks raise an error.
     to_try = check_on_all_ranks("tune()", ranks, request.layouts_to_try, request.argument_texts_to_compare)

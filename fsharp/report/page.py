@@ -94,14 +94,9 @@ def _chart_data(values: dict[int, float]) -> dict[str, Any]:
     rows = sorted(values.items())
     points, every = _downsample_min_max([row for row in rows if math.isfinite(row[1])], lambda value: value)
     bad = [(step, str(value)) for step, value in rows if not math.isfinite(value)]
-    last = rows[-1][1]
-    return {
-        "points": points,
-        "every": every,
-        "bad": _evenly_spaced_rows(bad, MAX_MARKS),
-        "num_bad": len(bad),
-        "last": last if math.isfinite(last) else str(last),
-    }
+    last = rows[-1][1] if math.isfinite(rows[-1][1]) else str(rows[-1][1])
+    marks = _evenly_spaced_rows(bad, MAX_MARKS)
+    return {"points": points, "every": every, "bad": marks, "num_bad": len(bad), "last": last}
 
 
 def _downsample_min_max(rows: list[tuple[int, Any]], height: Callable[[Any], float]) -> tuple[list[tuple[int, Any]], int]:

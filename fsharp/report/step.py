@@ -62,13 +62,8 @@ def step_page(
 
 
 def _timelines_page(timelines: Mapping[str, Timeline], title: str, *, has_times: bool, is_small: bool = False) -> str:
-    data = {
-        "timelines": {name: plain_timeline(each) for name, each in timelines.items()},
-        "has_times": has_times,
-        "is_small": is_small,
-        "streams": STREAMS,
-        "waiting": WAITING,
-    }
+    plain = {name: plain_timeline(each) for name, each in timelines.items()}
+    data = {"timelines": plain, "has_times": has_times, "is_small": is_small, "streams": STREAMS, "waiting": WAITING}
     return html_page(title, '<main><section id="step"></section></main>', data)
 
 

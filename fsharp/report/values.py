@@ -29,16 +29,10 @@ def plain_timeline(timeline: Timeline) -> dict[str, Any]:
         memory = (op.memory.start, op.memory.nbytes) if op.memory else (None, 0)
         times = round(span.start_s, 9), round(span.stop_s, 9)
         spans.append([span.op, span.kind, span.unit, span.phase, span.stream, *times, sent, *memory])
-    return {
-        "timeline": list(SPAN_FIELDS),
-        "spans": spans,
-        "step_s": timeline.step_s,
-        "exposed_s": timeline.exposed_s,
-        "overlap": timeline.overlap,
-        "peak_nbytes": timeline.peak_nbytes,
-        "arena": schedule.arena,
-        "memory": [[round(second, 9), nbytes] for second, nbytes in timeline.memory],
-    }
+    seconds = {"step_s": timeline.step_s, "exposed_s": timeline.exposed_s, "overlap": timeline.overlap}
+    curve = [[round(second, 9), nbytes] for second, nbytes in timeline.memory]
+    arena = {"peak_nbytes": timeline.peak_nbytes, "arena": schedule.arena, "memory": curve}
+    return {"timeline": list(SPAN_FIELDS), "spans": spans, **seconds, **arena}
 
 
 def plain_layout(layout: Layout) -> dict[str, Any]:

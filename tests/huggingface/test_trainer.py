@@ -15,6 +15,9 @@ from tests.huggingface.test_accelerator import as_torchrun
 IMPORTS = (
     "import fsharp.huggingface.trainer; from transformers import Seq2SeqTrainer, LlamaForCausalLM, T5ForConditionalGeneration"
 )
+ARGUMENTS = {"use_cpu": True, "num_train_epochs": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+ARGUMENTS |= {"learning_rate": 1e-2, "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no"}
+ARGUMENTS |= {"report_to": [], "disable_tqdm": True}
 
 
 def tiny_llama():
@@ -34,19 +37,7 @@ def data():
 def train(kind, model, folder, *, resume="", **options):
     from transformers import TrainingArguments
 
-    args = TrainingArguments(
-        folder,
-        use_cpu=True,
-        num_train_epochs=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        **{"save_strategy": "no", **options},
-    )
+    args = TrainingArguments(folder, **ARGUMENTS | options)
     trainer = kind(model=model, args=args, train_dataset=data(), eval_dataset=data()[:8])
     trainer.train(resume_from_checkpoint=resume or None)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]

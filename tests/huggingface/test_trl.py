@@ -8,7 +8,7 @@ import torch
 import fsharp as fs
 from tests.huggingface.test_accelerator import as_torchrun
 from tests.huggingface.test_peft import adapter
-from tests.huggingface.test_trainer import tiny_llama
+from tests.huggingface.test_trainer import ARGUMENTS, tiny_llama
 
 
 def byte_tokenizer():
@@ -34,33 +34,12 @@ def train(kind, strategy, folder, *, lora=True, resume="", **options):
     import peft
     import trl
 
-    args = trl.DPOConfig(
-        folder,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        num_train_epochs=2,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        **{"save_strategy": "no", **options},
-    )
+    args = trl.DPOConfig(folder, bf16=False, gradient_checkpointing=False, **ARGUMENTS | options)
     data, tokenizer = preferences(), byte_tokenizer()
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if lora else None
     reference = None if lora else tiny_llama()
-    trainer = kind(
-        tiny_llama(),
-        reference,
-        args=args,
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=tokenizer,
-        peft_config=config,
-    )
+    more = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer, "peft_config": config}
+    trainer = kind(tiny_llama(), reference, args=args, **more)
     for each in (trainer.model, reference) if strategy else ():
         if each is not None:
             fs.shard_module(each, strategy=strategy, units="**.layers.*")
