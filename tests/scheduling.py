@@ -14,31 +14,23 @@ from hypothesis import settings
 
 import fsharp as fs
 from fsharp.functional.loss import split_batch
+from fsharp.layouts import AxisRule, Partial, Replicate, Shard
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import logits, loss_fn, make_batches, make_params
 
 DP = fs.Mesh({"dp": 2})
 HYBRID = fs.Mesh({"outer": 2, "inner": 2})
 FLAT = {name: (DP, getattr(fs, name)("dp")) for name in ("ddp", "zero1", "zero2", "zero3")}
+LATE = AxisRule(Shard, Partial, Shard)
 ON_TWO_AXES = {
     "hsdp": (HYBRID, fs.hsdp("outer", "inner")),
     "hfsdp": (HYBRID, fs.hfsdp("outer", "inner")),
     "zero3x2": (HYBRID, fs.zero3("outer", "inner")),
     "mixed": (
         HYBRID,
-        fs.Strategy(
-            {
-                "outer": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Partial, fs.layouts.Shard),
-                "inner": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Shard, fs.layouts.Shard),
-            }
-        ),
+        fs.Strategy({"outer": AxisRule(Replicate, Partial, Shard), "inner": AxisRule(Replicate, Shard, Shard)}),
     ),
-    "late": (
-        HYBRID,
-        fs.Strategy(
-            dict.fromkeys(("outer", "inner"), fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Partial, fs.layouts.Shard))
-        ),
-    ),
+    "late": (HYBRID, fs.Strategy({"outer": LATE, "inner": LATE})),
 }
 STRATEGIES = {**FLAT, **ON_TWO_AXES}
 
@@ -54,6 +46,8 @@ POLICIES = {
     "offload": {"offload": True},
     "one group": {"separate_groups": False},
 }
+FORMAT_POLICIES = {"default": {}, "buckets": {"prefetch": 2, "bucket_nbytes": 2000}, "sums at once": {"sum_late": False}}
+"""Those under which formats are tried."""
 
 PRECISIONS = {
     "float32": fs.Precision(),
@@ -173,21 +167,15 @@ def train(
     tx = tx or CLIPPED
     state = make_state(comm, strategy, tx=tx, params=params, **plan_options)
     step = fs.train_step(loss, tx, microbatches=microbatches, donate=donate)
-    call = (
-        partial(step, comm=comm)
-        if policy is None
-        else fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **policy}))(step)
-    )
+    blocking = policy is None
+    scheduler = None if blocking else fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **policy}))
+    call = partial(step, comm=comm) if blocking else scheduler(step)
     losses = []
     for batch in my_batches(comm, steps):
         state, metrics = call(state, batch)
         losses.append(float(metrics.loss))
     leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full_tree(state.params, comm=comm))]
-    return (
-        Trained(losses, leaves, 0, None)
-        if policy is None
-        else Trained(losses, leaves, call.num_unscheduled_calls, call.schedule)
-    )
+    return Trained(losses, leaves, *((0, None) if blocking else (call.num_unscheduled_calls, call.schedule)))
 
 
 def counting_host_copies(scheduler):

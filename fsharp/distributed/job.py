@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsharp.distributed import generations, job_store
 from fsharp.distributed.process_group import (
@@ -76,13 +75,9 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
     limit_s = job_store.pg_timeout_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
-
-    def device_mesh() -> DeviceMesh:
-        return job_store.join_job(mesh, kind, world_size, timeout, limit_s)
-
     if generations.GENERATION_VARIABLE in os.environ:
         restart_replay.start_recording()
-    return make_comm_for_all_generations(device_mesh)
+    return make_comm_for_all_generations(lambda: job_store.join_job(mesh, kind, world_size, timeout, limit_s))
 
 
 @api_boundary

@@ -100,18 +100,14 @@ def test_norms_are_those_of_a_loop_over_samples(comm, name, chunk_size, schedule
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def on_ranks(norms, tree, name="zero3", **kwargs):
+def run_on_ranks(norms, tree, layout):
     """``(rank, norms, CountingComm)`` of each rank."""
-    mesh, strategy = MESHES[name]
-    layout = make_layout(tree, mesh, strategy, **kwargs)
 
     def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        params = fs.shard(tree, layout, comm)
-        counting.calls.clear()
+        counting, params = fs.collectives.CountingComm(comm), fs.shard(tree, layout, comm)
         return comm.rank, norms(params, batch_of(comm.rank), comm=counting), counting
 
-    return simulate(mesh, rank_fn)
+    return simulate(layout.mesh, rank_fn)
 
 
 BFLOAT16 = fs.Precision(main=torch.float32)
@@ -119,7 +115,8 @@ BFLOAT16 = fs.Precision(main=torch.float32)
 
 def test_bfloat16_parameters_with_float32_main_copies():
     tree = make_tree(torch.bfloat16)
-    for rank, got, _ in on_ranks(fs.per_sample_norms(loss_fn), tree, precision=BFLOAT16):
+    layout = make_layout(tree, *MESHES["zero3"], precision=BFLOAT16)
+    for rank, got, _ in run_on_ranks(fs.per_sample_norms(loss_fn), tree, layout):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected_norms(tree, batch_of(rank)), rtol=2e-2, atol=1e-2)
 
@@ -144,7 +141,10 @@ def test_two_gathers_a_use_and_no_reduction():
     def kept(params, batch, comm):
         return loss_fn(params, batch, comm, release=False)
 
-    for released, held in zip(*(on_ranks(fs.per_sample_norms(fn), make_tree()) for fn in (loss_fn, kept)), strict=True):
+    tree = make_tree()
+    layout = make_layout(tree, *MESHES["zero3"])
+    ways = [run_on_ranks(fs.per_sample_norms(fn), tree, layout) for fn in (loss_fn, kept)]
+    for released, held in zip(*ways, strict=True):
         assert {call.op for call in released[2].calls} == {"all_gather"}
         assert released[2].num_calls == 2 * held[2].num_calls
         assert torch.equal(released[1], held[1])
@@ -228,20 +228,16 @@ def test_random_functions(randomness):
         assert (len(found) == 1) == (randomness == "same")
 
 
-def refused(loss, batch, match, error=LossError, strategy=fs.zero3("dp")):
+def refused(loss, batch, match, error=LossError, tree=None, layout=None):
     """The collectives before the error, on each rank."""
-    tree, mesh = make_tree(), fs.Mesh({"dp": 3})
-    layout = make_layout(tree, mesh, strategy)
+    tree = tree or make_tree()
+    layout = layout or make_layout(tree, *MESHES["zero3"])
 
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        params = fs.shard(tree, layout, comm)
-        counting.calls.clear()
+    def norms(params, _, comm):
         with pytest.raises(error, match=match):
-            fs.per_sample_norms(loss)(params, batch, comm=counting)
-        return counting.num_calls
+            fs.per_sample_norms(loss)(params, batch, comm=comm)
 
-    return simulate(mesh, rank_fn)
+    return [counting.num_calls for *_, counting in run_on_ranks(norms, tree, layout)]
 
 
 BATCH = make_batches(1, 4)[0]
@@ -265,16 +261,7 @@ def test_units_that_vary_are_refused_before_any_collective():
     tree = {"dense": torch.ones(4), "experts": torch.ones(4)}
     strategies = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
     layout = fs.plan(tree, mesh, strategies, units="*")
-
-    def rank_fn(comm):
-        counting = fs.collectives.CountingComm(comm)
-        params = fs.shard(tree, layout, comm)
-        counting.calls.clear()
-        with pytest.raises(LayoutError, match=r"(?s)unit +'experts'.*varies +ep"):
-            fs.per_sample_norms(loss_fn)(params, BATCH, comm=counting)
-        return counting.num_calls
-
-    assert simulate(mesh, rank_fn) == [0] * 4
+    assert refused(loss_fn, BATCH, r"(?s)unit +'experts'.*varies +ep", LayoutError, tree, layout) == [0] * 4
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])

@@ -31,47 +31,23 @@ enumeration(
 )
 enumeration("Float8BlockScaleTensorFormat", **count("GEMM_READY", "COMPACT", "INVALID"))
 enumeration("CommOverlapType", **count("RS", "AG"))
-enumeration(
-    "CommOverlapAlgo",
-    **count(
-        "BULK_OVERLAP_AG",
-        "BULK_OVERLAP_RS",
-        "SPLIT_PIPELINED_AG_P2P",
-        "SPLIT_PIPELINED_RS",
-        "SPLIT_PIPELINED_RS_P2P",
-        "ATOMIC_GEMM_RS",
-        "ATOMIC_GEMM_AG_P2P",
-        "ATOMIC_GEMM_RS_P2P",
-        "EXTERNAL_BULK_OVERLAP_AG",
-    ),
+OVERLAPS = (
+    "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P "
+    "ATOMIC_GEMM_RS ATOMIC_GEMM_AG_P2P ATOMIC_GEMM_RS_P2P EXTERNAL_BULK_OVERLAP_AG"
 )
+enumeration("CommOverlapAlgo", **count(*OVERLAPS.split()))
 enumeration("NVTE_Bias_Type", **count("NVTE_NO_BIAS", "NVTE_PRE_SCALE_BIAS", "NVTE_POST_SCALE_BIAS", "NVTE_ALIBI"))
-enumeration(
-    "NVTE_Mask_Type",
-    **count(
-        "NVTE_NO_MASK",
-        "NVTE_PADDING_MASK",
-        "NVTE_CAUSAL_MASK",
-        "NVTE_PADDING_CAUSAL_MASK",
-        "NVTE_CAUSAL_BOTTOM_RIGHT_MASK",
-        "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK",
-    ),
+MASKS = (
+    "NVTE_NO_MASK NVTE_PADDING_MASK NVTE_CAUSAL_MASK NVTE_PADDING_CAUSAL_MASK NVTE_CAUSAL_BOTTOM_RIGHT_MASK "
+    "NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK"
 )
+enumeration("NVTE_Mask_Type", **count(*MASKS.split()))
 enumeration("NVTE_Softmax_Type", **count("NVTE_VANILLA_SOFTMAX", "NVTE_OFF_BY_ONE_SOFTMAX", "NVTE_LEARNABLE_SOFTMAX"))
-enumeration(
-    "NVTE_QKV_Format",
-    **count(
-        "NVTE_SBHD",
-        "NVTE_BSHD",
-        "NVTE_THD",
-        "NVTE_BSHD_2SBHD",
-        "NVTE_SBHD_2BSHD",
-        "NVTE_THD_2BSHD",
-        "NVTE_THD_2SBHD",
-        "NVTE_BHSD",
-        "NVTE_QKV_Format_NOT_SET",
-    ),
+QKV_FORMATS = (
+    "NVTE_SBHD NVTE_BSHD NVTE_THD NVTE_BSHD_2SBHD NVTE_SBHD_2BSHD NVTE_THD_2BSHD NVTE_THD_2SBHD NVTE_BHSD "
+    "NVTE_QKV_Format_NOT_SET"
 )
+enumeration("NVTE_QKV_Format", **count(*QKV_FORMATS.split()))
 QKV_LAYOUTS = (
     "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2D SBHD_SBHD_SBHD BS3HD BSH3D BSHD_BS2HD BSHD_BSH2D BSHD_BSHD_BSHD T3HD TH3D THD_T2HD "
     "THD_TH2D THD_THD_THD SBHD_BSHD_BSHD BSHD_SBHD_SBHD THD_BSHD_BSHD THD_SBHD_SBHD Paged_KV_BSHD_BSHD_BSHD "

@@ -107,23 +107,9 @@ def te_general_grouped_gemm(
                 bias[index].zero_()
             continue
         one_bias = bias[index] if bias and bias[index].numel() else None
+        factors = A[index], transa, B[index], transb
         _, bias_grad, _, _ = generic_gemm(
-            A[index],
-            transa,
-            B[index],
-            transb,
-            output,
-            None,
-            None,
-            one_bias,
-            bias_type,
-            False,
-            None,
-            grad,
-            None,
-            0,
-            accumulate,
-            use_split_accumulator,
+            *factors, output, None, None, one_bias, bias_type, False, None, grad, None, 0, accumulate, use_split_accumulator
         )
         if bias_grad is not None:
             one_bias.copy_(bias_grad)

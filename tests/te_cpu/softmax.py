@@ -2,7 +2,7 @@
 
 import torch
 
-from .registry import modelled
+from .registry import MODELLED, modelled
 
 
 @modelled
@@ -22,31 +22,11 @@ def scaled_aligned_causal_masked_softmax_forward(x, scale):
     return (x.float() * scale).masked_fill(later, float("-inf")).softmax(-1).to(x.dtype)
 
 
-@modelled
-def scaled_upper_triang_masked_softmax_forward(x, scale):
-    return scaled_aligned_causal_masked_softmax_forward(x, scale)
-
-
 def backward(grad, output, scale):
-    grad, output = grad.float(), output.float()
-    return scale * output * (grad - (grad * output).sum(-1, keepdim=True))
+    dtype, grad, output = output.dtype, grad.float(), output.float()
+    return (scale * output * (grad - (grad * output).sum(-1, keepdim=True))).to(dtype)
 
 
-@modelled
-def scaled_softmax_backward(grad, output, scale):
-    return backward(grad, output, scale).to(output.dtype)
-
-
-@modelled
-def scaled_masked_softmax_backward(grad, output, scale):
-    return backward(grad, output, scale).to(output.dtype)
-
-
-@modelled
-def scaled_aligned_causal_masked_softmax_backward(grad, output, scale):
-    return backward(grad, output, scale).to(output.dtype)
-
-
-@modelled
-def scaled_upper_triang_masked_softmax_backward(grad, output, scale):
-    return backward(grad, output, scale).to(output.dtype)
+MODELLED["scaled_upper_triang_masked_softmax_forward"] = scaled_aligned_causal_masked_softmax_forward
+for kind in ("scaled", "scaled_masked", "scaled_aligned_causal_masked", "scaled_upper_triang_masked"):
+    MODELLED[f"{kind}_softmax_backward"] = backward

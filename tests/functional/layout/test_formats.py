@@ -184,11 +184,7 @@ def of_every_kind():
         *(forms.int8_by_tensor, forms.int8_by_row),
         *(forms.float8_e4m3_by_tensor, forms.float8_e4m3_by_row),
         *(forms.float8_e5m2_by_tensor, forms.float8_e5m2_by_row),
-        rotated,
-        drawn,
-        forms.hadamard(drawn, 64),
-        forms.stochastic(rotated),
-        forms.stochastic(torch.bfloat16, 7),
+        *(rotated, drawn, forms.hadamard(drawn, 64), forms.stochastic(rotated), forms.stochastic(torch.bfloat16, 7)),
     ]
 
 

@@ -30,22 +30,15 @@ def place_by_trying(leaves, capacity, num_parts):
     return offsets
 
 
+ATOMS = [fs.layouts.ElementAtom(), *(fs.layouts.RowsAtom(n) for n in (1, 2, 4)), fs.layouts.LeafAtom()]
+
+
 @st.composite
 def leaf_lists(draw, max_rows=9, max_width=6, max_leaves=5):
     leaves = []
     for _ in range(draw(st.integers(0, max_leaves))):
         shape = (draw(st.integers(0, max_rows)), draw(st.integers(1, max_width)))
-        atom = draw(
-            st.sampled_from(
-                [
-                    fs.layouts.ElementAtom(),
-                    fs.layouts.RowsAtom(1),
-                    fs.layouts.RowsAtom(2),
-                    fs.layouts.RowsAtom(4),
-                    fs.layouts.LeafAtom(),
-                ]
-            )
-        )
+        atom = draw(st.sampled_from(ATOMS))
         leaves.append((shape[0] * shape[1], atom.size(shape)))
     return leaves
 

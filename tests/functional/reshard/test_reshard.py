@@ -78,15 +78,8 @@ def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
     old = data.draw(layouts(tree, mesh=meshes(max_ranks=4), precision=st.just(precision)))
     new = data.draw(layouts(tree, mesh=meshes(max_ranks=4), precision=st.just(precision)))
     if place == "optim":
-        strategy = new.units[0].strategy
-        new = planned_alike(
-            tree,
-            old,
-            new.mesh,
-            strategy,
-            data.draw(st.sampled_from([None, "*"])) if isinstance(tree, dict) else None,
-            precision,
-        )
+        units = data.draw(st.sampled_from([None, "*"])) if isinstance(tree, dict) else None
+        new = planned_alike(tree, old, new.mesh, new.units[0].strategy, units, precision)
     world = fs.Mesh({"any": max(old.mesh.size, new.mesh.size) + data.draw(st.integers(0, 1))})
     everyone = st.permutations(range(world.size))
     before, after = (sorted(data.draw(everyone)[: layout.mesh.size]) for layout in (old, new))

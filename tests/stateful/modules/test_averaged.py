@@ -49,19 +49,10 @@ def functional(comm, strategy, tx, finite, **options):
     """The same training as a pure function: parameters and averages in full, and the number of steps left out."""
     model, _ = wrap(comm, strategy, **options)
     call, params = model.functional()
-    state = fs.init_state(
-        tx,
-        fs.shard(
-            nested_dicts({tuple(name.split(".")): x for name, x in values(model).items()}), model.layout, comm, place="optim"
-        ),
-        comm=comm,
-    )
+    tree = nested_dicts({tuple(name.split(".")): x for name, x in values(model).items()})
+    state = fs.init_state(tx, fs.shard(tree, model.layout, comm, place="optim"), comm=comm)
     del params
-
-    def loss_fn(params, batch, comm):
-        return call(params, *batch[:2], comm=comm)["loss"] * batch[2]
-
-    step = fs.train_step(loss_fn, tx)
+    step = fs.train_step(lambda params, batch, comm: call(params, *batch[:2], comm=comm)["loss"] * batch[2], tx)
     for i, batch in enumerate(modules.batches(comm, 4)):
         state, _ = step(state, (*batch, 1.0 if finite else weight(i, comm)), comm)
     return {

@@ -1,8 +1,7 @@
 """Doors: tensors that leave a unit in another way than as its output, or in odd containers. Loss and gradients are torch's."""
 
 from collections import OrderedDict, deque, namedtuple
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import make_dataclass
 
 import pytest
 import torch
@@ -19,19 +18,9 @@ from tests.scheduling import DP, STRATEGIES, every
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 
 
-@dataclass
-class Plain:
-    h: Any
-
-
-@dataclass(slots=True)
-class Slotted:
-    h: Any
-
-
-@dataclass(frozen=True)
-class Frozen:
-    h: Any
+Plain, Slotted = make_dataclass("Plain", ["h"]), make_dataclass("Slotted", ["h"], slots=True)
+Frozen = make_dataclass("Frozen", ["h"], frozen=True)
+Named = namedtuple("Named", ["h", "n"])
 
 
 class Slots:
@@ -50,8 +39,6 @@ class Object:
         self.inner = Plain({"deep": [h]})
         self.me = self
 
-
-Named = namedtuple("Named", ["h", "n"])
 
 CONTAINERS = {
     "dataclass": (Plain, lambda box: box.h),
@@ -130,13 +117,9 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
         return losses
 
     def rank_fn(comm):
-        model = fs.shard_module(
-            make(),
-            mesh=comm,
-            strategy=STRATEGIES[strategy][1],
-            units=[Inner, nn.Linear] if nesting else [Inner, "first", "last"],
-            policy=DebugPolicy(poison=True),
-        )
+        units = [Inner, nn.Linear] if nesting else [Inner, "first", "last"]
+        policy = DebugPolicy(poison=True)
+        model = fs.shard_module(make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=units, policy=policy)
         return steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)), values(model)
 
     whole = make()

@@ -8,7 +8,6 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, ScheduleError, TreeError
-from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block, descend, each_strategy, train, values, wrap
 from tests.ranks import on_ranks
@@ -396,14 +395,12 @@ def test_ties_cannot_change_in_unsharded(comm, change, text):
     assert_same(values(model), before)
 
 
-def test_a_tie_in_unsharded_on_one_rank_alone_is_heard_by_all():
-    def rank_fn(comm):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
-        change = tie if comm.rank == 1 else nn.Module.modules
-        with pytest.raises((TreeError, AgreementError), match=r"shares memory with '0\.weight'"), model.unsharded(write=True):
-            change(model)
-        return values(model)
-
-    simulate(DP, rank_fn)
+@on_ranks(DP)
+def test_a_tie_in_unsharded_on_one_rank_alone_is_heard_by_all(comm):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
+    change = tie if comm.rank == 1 else nn.Module.modules
+    with pytest.raises((TreeError, AgreementError), match=r"shares memory with '0\.weight'"), model.unsharded(write=True):
+        change(model)
+    values(model)  # all ranks go on

@@ -108,13 +108,8 @@ def test_a_step_that_leaves_its_schedule_offloads_too(comm):
 def test_copies_take_the_time_of_their_bytes_and_run_into_the_next_step(schedule):
     nbytes = schedule.host_copy_nbytes / 2
     for is_synchronous in (False, True):
-        hardware = fs.inspect.Hardware(
-            compute_times=(1.0, 2.0),
-            bandwidth=1e12,
-            host_bandwidth=nbytes / 0.5,
-            update_s=0.25,
-            computes_on_host=is_synchronous,
-        )
+        speeds = {"bandwidth": 1e12, "host_bandwidth": nbytes / 0.5, "update_s": 0.25}
+        hardware = fs.inspect.Hardware(compute_times=(1.0, 2.0), **speeds, computes_on_host=is_synchronous)
         without = fs.inspect.predict(schedule, replace(hardware, host_bandwidth=1e30))
         timeline = fs.inspect.predict(schedule, hardware)
         assert timeline.seconds("fetch") == pytest.approx(0.5)

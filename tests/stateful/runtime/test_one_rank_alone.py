@@ -1,5 +1,7 @@
 """One rank evaluates, and others do not: where parameters rest whole nothing has to be gathered, and nobody has to wait."""
 
+from functools import partial
+
 import optree
 import pytest
 import torch
@@ -60,13 +62,8 @@ def train_functions(comm, strategy, evaluates, way):
     return losses, optree.tree_leaves(fs.full_tree(state.params, comm=comm))
 
 
-WAYS = {
-    "module": train_module,
-    **{
-        way: lambda *args, way=way: train_functions(*args, way)
-        for way in ("blocking", "scheduled", "called with the scheduler")
-    },
-}
+WAYS = {"module": train_module}
+WAYS |= {way: partial(train_functions, way=way) for way in ("blocking", "scheduled", "called with the scheduler")}
 
 
 @every(3, way=WAYS, strategy=STRATEGIES)

@@ -21,9 +21,7 @@ def blocks(num, nbytes, *, microbatches=1, **fields):
     """Equal units that move in every way; each rank sends ``nbytes`` for each move of one."""
     facts = UnitFacts(
         "",
-        2 * nbytes,
-        2 * nbytes,
-        2 * nbytes,
+        *[2 * nbytes] * 3,
         gather=(Call("all_gather", "dp", nbytes),),
         reduce=(Call("reduce_scatter", "dp", nbytes),),
         finish=(Call("reduce_scatter", "outer", nbytes),),

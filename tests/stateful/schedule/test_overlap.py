@@ -230,10 +230,7 @@ def test_one_rank_moves_nothing(strategy, microbatches):
 @pytest.mark.parametrize("sizes", [{"outer": 1, "inner": 2}, {"outer": 2, "inner": 1}])
 @pytest.mark.parametrize("strategy", ["hsdp", "hfsdp", "zero3x2"])
 def test_an_axis_of_one_rank_moves_nothing(strategy, sizes):
-    def rank_fn(comm):
-        return train(comm, strategy, {}, steps=1, microbatches=2).schedule
-
-    schedule = simulate(fs.Mesh(sizes), rank_fn)[0]
+    schedule = simulate(fs.Mesh(sizes), lambda comm: train(comm, strategy, {}, steps=1, microbatches=2).schedule)[0]
     assert {call.axis for call in schedule.collective_counts()} == {axis for axis, n in sizes.items() if n > 1}
 
 
@@ -255,16 +252,8 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         unit.gradient = Gradient(unit.layout, Anywhere(mesh), torch.device("meta"))
     order = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
     chosen = fs.SchedulePolicy(**{"bucket_nbytes": 0, **policy})
-    facts = tuple(
-        units[name].facts(
-            trained=True,
-            updated=True,
-            several_uses=False,
-            several_microbatches=microbatches > 1,
-            keep_gradients=chosen.keep_gradients,
-        )
-        for name in order
-    )
+    how = {"trained": True, "updated": True, "several_uses": False, "several_microbatches": microbatches > 1}
+    facts = tuple(units[name].facts(**how, keep_gradients=chosen.keep_gradients) for name in order)
     return layout, compile_schedule(in_a_row(facts, microbatches), chosen)
 
 
