@@ -2,6 +2,7 @@
 
 import re
 from contextlib import chdir
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import groupby
 
@@ -11,6 +12,7 @@ import torch
 import fsharp as fs
 from fsharp.functional.layout.text import nbytes_text, seconds_text
 from fsharp.report.step import MAX_OPS
+from fsharp.report.values import plain_timeline
 from tests.report.pages import browser as browser, fire, html_of, opened
 from tests.test_docs import ROOT, programs
 
@@ -24,6 +26,12 @@ def schedules(num_layers=3):
         each.__name__: fs.schedules.plan_step(fs.plan(shapes, mesh, each("dp"), units="layers.*"))
         for each in (fs.zero3, fs.zero1)
     }
+
+
+def test_the_peak_is_that_of_live_bytes_also_if_the_arena_is_larger():
+    schedule = schedules()["zero3"]
+    plain = plain_timeline(fs.inspect.predict(replace(schedule, arena=schedule.arena + 4096), HARDWARE))
+    assert plain["peak_nbytes"] == max(nbytes for _, nbytes in plain["memory"]) < plain["arena"] == schedule.arena + 4096
 
 
 def tips(context):
