@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, descend, train, values
@@ -203,6 +203,14 @@ def test_a_trial_at_the_size_of_the_parameters():
         return str(raised.value)
 
     assert len(set(simulate(DP, rank_fn))) == 1
+
+
+def test_steps_of_a_trial_are_for_a_class_alone():
+    model = wrapped(fs.SingleComm(), fs.ddp("dp"))
+    message = r"check_steps is 2, for a class of torch.optim alone.*fs.optim.with_elementwise_check\(pair, steps=2\)"
+    with pytest.raises(OptionError, match=message):
+        fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(0.1), check_steps=2)
+    fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(0.1))  # nothing had changed
 
 
 def test_the_way_of_each_group_is_its_own():

@@ -8,12 +8,11 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import ScheduleError, TreeError
+from fsharp.errors import OptionError, ScheduleError, TreeError
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import as_transform
-from fsharp.functional.optim.elementwise_check import with_elementwise_check
 from fsharp.functional.optim.ema import WithEmaState
 from fsharp.functional.optim.wrappers import with_unchanged_paths
 from fsharp.functional.state import MadeBy
@@ -60,8 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: ``model.parameters()``, or groups of parameters with their own options, as in torch.optim.
         optimizer: an optimizer class of torch.optim or like it; or an ``(init, update)`` pair such as
             :func:`~fsharp.optim.adamw` returns.
-        check_steps: for a class, number of steps of a second trial, on random tensors with the parameters' shapes; for a pair,
-            number of first updates that :func:`~fsharp.optim.with_elementwise_check` compares.
+        check_steps: number of steps of a second trial of a class, on random tensors with the parameters' shapes. A pair is
+            checked by :func:`~fsharp.optim.with_elementwise_check`.
         defaults: options of the class; a pair has its own.
 
     Raises:
@@ -69,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         TreeError: parameters are cut, and the class is not elementwise, or cannot be tried.
         TreeError: the class keeps values that its updates need in attributes, which would not be saved.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
+        OptionError: ``check_steps`` was passed with a pair.
 
     Cost: for a class, the trial: about 72 steps, each on at most 71 elements, for each group of parameters (20 ms).
     """
@@ -90,7 +90,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._updates = ClassUpdates(self._session, optimizer, self.param_groups, defaults, check_steps)
             self.defaults = self._updates.inner.defaults
         else:
-            self._tx = as_transform(with_elementwise_check(optimizer, steps=check_steps) if check_steps else optimizer)
+            if check_steps:
+                hint = f"To compare updates of a pair pass fs.optim.with_elementwise_check(pair, steps={check_steps})."
+                raise OptionError(f"ShardedOptimizer(): check_steps is {check_steps}, for a class of torch.optim alone. {hint}")
+            self._tx = as_transform(optimizer)
             if defaults or len(self.param_groups) > 1:
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair takes neither options nor groups here. Give options "
