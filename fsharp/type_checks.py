@@ -18,7 +18,10 @@ _MAX_REPR_CHARS = 80
 """Characters of a value that an error shows."""
 _CALLABLE: Any = Callable
 _TYPE_NAMES: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False", str: "a str", NoneType: "None"}
-_CALLS = {"Mesh": "fs.Mesh({'dp': 8})"}
+_CALLS = {
+    "Mesh": "fs.Mesh({'dp': 8})",
+    "unshard": "fs.unshard([shards of rank 0, shards of rank 1, ...]); fs.full_tree(tree, comm=comm) gathers a rank's shards",
+}
 """By name of a function whose signature says too little, an example of a call."""
 _EXAMPLES = {
     "a Strategy": "fs.zero3('dp')",
@@ -173,16 +176,23 @@ def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tu
     try:
         signature.bind(*args, **kwargs)
     except TypeError as reason:
-        plain = [each.replace(annotation=each.empty, default=each.empty) for each in signature.parameters.values()]
-        plain_text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
-        plain_text = re.sub(r"^\((self|cls), ", "(", plain_text)
-        usage = f"It is called as {_CALLS.get(name, name + plain_text)}."
+        parameters = list(signature.parameters.values())
+        usage = f"It is called as {_CALLS.get(name) or f'{name}({_arguments_text(parameters)})'}."
         unknown = [each for each in kwargs if each not in signature.parameters]
-        if unknown and all(each.kind is not each.VAR_KEYWORD for each in plain):
+        if unknown and all(each.kind is not each.VAR_KEYWORD for each in parameters):
             near = difflib.get_close_matches(unknown[0], signature.parameters, n=1)
             usage = f"Closest: {near[0]}." if near else usage
             raise OptionError(f"{name}() has no argument {unknown[0]!r}. {usage}") from None
         raise OptionError(f"{name}(): {reason}. {usage}") from None
+
+
+def _arguments_text(parameters: Sequence[inspect.Parameter]) -> str:
+    """Return the arguments of a call as text, with names where arguments are passed by name: ``tree, comm=comm``."""
+    texts = []
+    for each in parameters:
+        by_name = each.kind is each.KEYWORD_ONLY
+        texts.append(f"{each.name}={each.name}" if by_name else str(each.replace(annotation=each.empty, default=each.empty)))
+    return ", ".join(texts[1:] if texts[:1] in (["self"], ["cls"]) else texts)
 
 
 @cache

@@ -105,11 +105,11 @@ WRONG = {
     ),
     "a name of torch": (
         lambda: fs.optim.adamw(1e-3, betas=(0.9, 0.99)),
-        r"^adamw\(\) has no argument 'betas'. It is called as adamw\(learning_rate, b1, b2, eps, \*, weight_decay, lr",
+        r"^adamw\(\) has no argument 'betas'. It is called as adamw\(learning_rate, b1, b2, eps, weight_decay=weight_decay, lr",
     ),
     "a name of FSDP": (
         lambda: fs.shard_module(torch.nn.Linear(2, 2), auto_wrap_policy=3),
-        r"^shard_module\(\) has no argument 'auto_wrap_policy'. It is called as shard_module\(module, \*, mesh, strategy, ",
+        r"^shard_module\(\) has no argument 'auto_wrap_policy'. It is called as shard_module\(module, mesh=mesh, strategy=st",
     ),
     "a name of FSDP2": (
         lambda: fs.Precision(param_dtype=torch.bfloat16),
@@ -118,11 +118,23 @@ WRONG = {
     "a size by name": (lambda: fs.Mesh(dp=8), r"^Mesh\(\) has no argument 'dp'. It is called as fs.Mesh\(\{'dp': 8\}\).$"),
     "a missing argument": (
         lambda: fs.gather(PARAMS),
-        r"^gather\(\): missing a required (keyword-only )?argument: 'comm'. It is called as gather\(tree, \*, comm, to\).$",
+        r"^gather\(\): missing a required (keyword-only )?argument: 'comm'. It is called as gather\(tree, comm=comm, to=to\).$",
     ),
     "a keyword by position": (
         lambda: fs.gather(PARAMS, ONE),
         r"^gather\(\): too many positional arguments. It is called as ga",
+    ),
+    "full_tree with the Comm by position": (
+        lambda: fs.full_tree(PARAMS, ONE),
+        r"^full_tree\(\): too many positional arguments. It is called as full_tree\(tree, comm=comm\).$",
+    ),
+    "unshard of one rank's shards": (
+        lambda: fs.unshard(PARAMS),
+        r"^unshard\(\): shards is Sharded.*, expected a sequence with .* call fs.full_tree\(tree, comm=comm\).$",
+    ),
+    "unshard with a Comm": (
+        lambda: fs.unshard([PARAMS], comm=ONE),
+        r"^unshard\(\) has no argument 'comm'. .*; fs.full_tree\(tree, comm=comm\) gathers",
     ),
     "a word for a strategy": (
         lambda: fs.shard_module(torch.nn.Linear(2, 2), strategy="zero3"),

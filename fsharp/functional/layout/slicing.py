@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import TreeError, problem
+from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import MeshPlacement
@@ -26,7 +26,7 @@ from fsharp.functional.layout.stored import encode_values, is_encoded, part_to_g
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.functional.tree.units import cut_into_units
-from fsharp.type_checks import options_checked
+from fsharp.type_checks import options_checked, short_repr
 
 
 @options_checked
@@ -107,16 +107,24 @@ def build_shard(
 
 
 @options_checked
-def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
+def unshard(shards: Any, *, rank: int = 0) -> Any:
     """Return the whole tree, put together from the shards of all ranks: the inverse of :func:`shard_for`. No collective.
 
+    If each rank has its own shards, as from :func:`~fsharp.shard`, ``fs.full_tree(tree, comm=comm)`` gathers the tree.
+
     Args:
-        shards: the trees of :class:`Sharded` of all ranks, in order of rank.
+        shards: a sequence of the trees of :class:`Sharded` of all ranks, in order of rank.
         rank: the rank whose tree to return, if units vary along an axis; otherwise all ranks have the same tree.
 
     Raises:
+        OptionError: ``shards`` is not a sequence.
         TreeError: there is not one tree for each rank, trees have different layouts, or a unit is a partial sum or was donated.
     """
+    if not isinstance(shards, Sequence) or isinstance(shards, str):
+        raise OptionError(
+            f"unshard(): shards is {short_repr(shards)}, expected a sequence with the shards of all ranks. To gather a tree of "
+            "which each rank has its own shards call fs.full_tree(tree, comm=comm)."
+        )
     trees = list(shards)
     if not trees:
         raise TreeError("unshard(): no trees; pass one for each rank.")
