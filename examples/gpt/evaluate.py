@@ -27,16 +27,15 @@ def bits_per_byte(
     """
     size = comm.mesh.size
     mine = torch.arange(comm.rank, -(-len(starts) // size) * size, size)
-    sums = torch.zeros(2, dtype=torch.float64, device=comm.device)
+    total = fs.Loss(*torch.zeros(2, dtype=torch.float64, device=comm.device))
     with torch.no_grad():
         for part in mine.split(batch):
             data = windows(stream, starts[part.clamp(max=len(starts) - 1)], context)
             data["targets"][part >= len(starts)] = IGNORE
-            total, weight = loss_fn(params, {name: x.to(comm.device) for name, x in data.items()}, comm)
-            sums += torch.stack([total.double(), weight.double()])
-        for axis in comm.mesh.names:
-            sums = fs.collectives.all_reduce(sums, comm, axis)
-    return float(sums[0] / sums[1]) / math.log(2)
+            loss, weight = loss_fn(params, {name: x.to(comm.device) for name, x in data.items()}, comm)
+            total = fs.Loss(total.sum + loss, total.weight + weight)
+    metrics, _ = fs.average(total, comm=comm)  # over the windows of all ranks
+    return float(metrics.loss) / math.log(2)
 
 
 def bigram_bits_per_byte(train: torch.Tensor, held_out: torch.Tensor, starts: torch.Tensor, *, context: int) -> float:

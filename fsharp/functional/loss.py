@@ -150,12 +150,16 @@ def _holds_tensors_or_arrays(leaf: Any) -> bool:
 
 
 @disable_compile
-def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
-    """Divide summed gradients by the total weight of all microbatches and ranks; by 1 if this weight is 0.
+def average(loss: Any, grads: Any = (), *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
+    """Return the mean loss over all ranks, and the gradients of this mean: sums divided by the total weight.
+
+    If the total weight is 0, sums are divided by 1.
+    To evaluate a model, call this function without gradients: ``fs.average(loss_fn(params, batch, comm), comm=comm)[0]``.
 
     Args:
-        loss: loss of this rank, from :func:`~fsharp.value_and_grad`.
-        grads: gradients that are summed over ranks already, from :func:`~fsharp.reduce_scatter`.
+        loss: loss of this rank: from :func:`~fsharp.value_and_grad`, or what a loss function returns, a mean or ``(sum,
+            weight)``.
+        grads: gradients that are summed over ranks already, from :func:`~fsharp.reduce_scatter`; ``()`` for none.
         comm: the ranks.
         donate: allow the function to overwrite ``grads``.
 
@@ -163,6 +167,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         The mean loss over all ranks as :class:`Metrics`, and the gradients of this mean.
 
     Raises:
+        LossError: the loss or its weight is wrong.
         TreeError: gradients are not summed over ranks yet, or are divided already; with ``donate``, another library reads the
             memory of the gradients.
         MeshError: ``comm`` is on another mesh than ``grads``.
@@ -186,7 +191,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     check_not_encoded("average()", nodes)
     if donate:
         check_not_lent_to_jax("average()", nodes)
-    sums = torch.stack([loss.sum, loss.weight]).to(comm.device)
+    sums = torch.stack([x.detach().double() for x in loss_sum_and_weight(loss, "average()")]).to(comm.device)
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)
     total = Loss(*sums)
