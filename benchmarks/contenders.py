@@ -142,7 +142,7 @@ class FsharpContender:
         self.name = name
         layout = fs.plan(params, comm.mesh, strategy, units="layers.*", precision=precision)
         tx = tx or adamw()
-        self.state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
+        self.state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm, donate=True)
 
         def gradients(state: fs.TrainState, batch: Batch, comm: fs.Comm) -> fs.Metrics:
             loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)

@@ -161,7 +161,7 @@ class GraphContender:
     def __init__(self, name: str, params: Any, loss_fn: Callable[..., Any], comm: fs.Comm, batch: c.Batch) -> None:
         self.name = name
         layout, tx = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*", precision=PRECISION), c.adamw(capturable=True)
-        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
+        state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm, donate=True)
         scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, gather_at_start=False))
         step: Any = scheduler(fs.train_step(loss_fn, tx, donate=True))
         self.captured = fs.schedules.CapturedStep(step, state, batch, warmup=WARMUP)

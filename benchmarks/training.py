@@ -54,7 +54,7 @@ def train(comm: fs.Comm, codec: Codec, seed: int, options: Training, until: int 
     layout = fs.plan(shapes, comm.mesh, strategy, units="layers.*", precision=codec.precision)
     rate = fs.optim.warmup_cosine_decay_schedule(1e-4, 3e-3, options.steps // 10, options.steps, end_value=3e-4)
     tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(rate, b2=0.99))
-    params = fs.init_params(model.initializers(options.dim, options.layers), layout, comm, key=seed, place="optim")
+    params = fs.init_params(model.initializers(options.dim, options.layers), layout, comm, key=seed)
     state = fs.init_state(tx, params, comm=comm)
     loss_fn = partial(model.loss, heads=HEADS)
     step = fs.Scheduler(counting)(fs.train_step(loss_fn, tx, donate=True))

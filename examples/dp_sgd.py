@@ -120,7 +120,7 @@ def main(options):
     comm = fs.connect(mesh)
     layout = fs.plan(shapes(), mesh, getattr(fs, options.strategy)(*mesh.names), units="layers.*")
     tx = fs.optim.sgd(options.lr, momentum=0.5)
-    params = fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=options.key, place="optim")
+    params = fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=options.key)
     state = fs.init_state(tx, params, comm=comm)
 
     samples = {name: x.to(comm.device) for name, x in data().items()}

@@ -28,7 +28,7 @@ def main(folder, kill):
     comm = fs.connect(fs.Mesh({"dp": RANKS}), device_type="cpu")
     params = {"w": torch.eye(3)}
     layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
-    state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+    state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
     train_step, made = fs.Scheduler(comm)(fs.train_step(loss_fn, tx)), []
     # Every second step the state is copied to the memory of the host. All ranks are on one host, and no other host has copies.
     hosts = fs.checkpoint.Replicas(f"{folder}/memory", comm, copies=0, domain_size=RANKS, root=f"{folder}/run")

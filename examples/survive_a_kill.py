@@ -101,7 +101,7 @@ def run(options):
     kill_after, seconds = fate.randrange(5), fate.uniform(0.0, 2 * options.step_s)
 
     layout = fs.plan(shapes(), mesh, getattr(fs, options.strategy)("dp"), units="layers.*")
-    params = fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=options.seed, place="optim")
+    params = fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=options.seed)
     state = fs.init_state(tx, params, comm=comm)
     sampler = fs.resilience.IndexSampler(SAMPLES, BATCH, seed=options.seed)
     samples, step_fn = data(), fs.Scheduler(comm)(train_step)

@@ -26,9 +26,9 @@ def planned(mesh=ONE, strategy=None, tree=None, **options):
     return fs.plan(make() if tree is None else tree, mesh, strategy or fs.zero3("dp"), **options)
 
 
-def part(strategy=None, place="params", tree=None, mesh=ONE, **options):
+def part(strategy=None, place="params", tree=None, mesh=ONE, dtype="main", **options):
     tree = make() if tree is None else tree
-    return fs.shard_for(tree, planned(mesh, strategy, tree, **options), 0, place=place)
+    return fs.shard_for(tree, planned(mesh, strategy, tree, **options), 0, place=place, dtype=dtype)
 
 
 def partial_sums():
@@ -243,7 +243,7 @@ SHARDED = {
 
 TRAIN = {
     "no main copy": (
-        lambda: fs.init_state(fs.optim.sgd(0.1), part(precision=BF16), comm=ONLY),
+        lambda: fs.init_state(fs.optim.sgd(0.1), part(precision=BF16, dtype="compute"), comm=ONLY),
         TreeError,
         "torch.float32 main copy, which cannot be made from torch.bfloat16",
     ),

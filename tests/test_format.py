@@ -217,7 +217,7 @@ def test_formats_are_encoded_from_the_main_dtype(comm, tmp_path):
     for other in (loaded, fs.reshard(state, layout, comm=comm)):
         for ours, theirs in zip(fs.layouts.units_of(other.params), fs.layouts.units_of(state.params), strict=True):
             assert_same(list(ours.buffers), list(theirs.buffers))
-    params = fs.shard(make_params(layers=3), layout, comm)
+    params = fs.shard(make_params(layers=3), layout, comm, dtype="compute")
     cast = fs.reshard(params, layout, comm=comm, cast=True)
     for ours, theirs in zip(fs.layouts.units_of((params, cast)), fs.layouts.units_of((state.params, params)), strict=True):
         assert_same(list(ours.buffers), list(theirs.buffers))

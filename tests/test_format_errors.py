@@ -164,12 +164,12 @@ def of_init_state_then_saver(comm, precision, arm, folder):
 
 def of_shard(comm, precision, arm, folder):
     arm()
-    fs.full_tree(fs.shard(TREE, laid_out(comm, precision), comm), comm=comm)
+    fs.full_tree(fs.shard(TREE, laid_out(comm, precision), comm, dtype="compute"), comm=comm)
 
 
 def of_init_params(comm, precision, arm, folder):
     arm()
-    fs.full_tree(fs.init_params(fs.init.ones, laid_out(comm, precision), comm, key=0), comm=comm)
+    fs.full_tree(fs.init_params(fs.init.ones, laid_out(comm, precision), comm, key=0, dtype="compute"), comm=comm)
 
 
 def of_state(act):

@@ -31,7 +31,7 @@ def run(options: Options, comm: fs.Comm) -> None:
     """Train, evaluate, report."""
     layout = layout_of(options, comm.mesh, getattr(fs, options.strategy)(*comm.mesh.names))
     loss_fn = partial(model.loss, heads=options.heads, release=options.release)
-    params = fs.init_params(model.initializers(options.dim, options.layers), layout, comm, key=options.seed, place="optim")
+    params = fs.init_params(model.initializers(options.dim, options.layers), layout, comm, key=options.seed)
     state = fs.init_state(optimizer(options, 1), params, comm=comm)
     corpus = data.load()
     starts = data.even_starts(corpus.held_out, options.eval_bytes, options.context)

@@ -7,7 +7,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.comm.checked_units import checked_units_of
+from fsharp.functional.comm.checked_units import check_not_main_copies, checked_units_of
 from fsharp.functional.comm.protocol import Comm, engine_of
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, is_sharded, map_units, units_of
 from fsharp.functional.moves import gather_unchecked
@@ -56,6 +56,7 @@ def forward(
         TreeError: parameters were changed in place, in ``fn`` or before the backward.
         TreeError: ``remat`` has a wrong value, or the call is under ``torch.func.linearize``.
         TreeError: a unit was donated, or has a tensor class such as TransformerEngine's and ``comm`` is not a scheduler.
+        TreeError: a unit has main copies from :func:`~fsharp.shard`; pass ``params`` of :func:`~fsharp.init_state`.
         MeshError: ``comm`` is on another mesh than the unit.
 
     Cost: one gather; with ``release`` or ``remat`` a second gather in the backward. The backward reduces gradients: under
@@ -63,9 +64,12 @@ def forward(
     """
     units = (sharded, ties := tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
-        _check_tie_owners_unambiguous([*ties, *checked_units_of("forward()", sharded, comm)])
-    elif sharded.is_donated:
+        nodes = [*ties, *checked_units_of("forward()", sharded, comm)]
+        _check_tie_owners_unambiguous(nodes)
+        check_not_main_copies("forward()", nodes)
+    elif sharded.is_donated or sharded.is_main_copy:
         check_not_donated("forward()", [sharded])
+        check_not_main_copies("forward()", [sharded])
     if remat is not False:
         refuse_proxy_tracing("forward()")
         check_remat_argument(remat)

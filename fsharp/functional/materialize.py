@@ -14,8 +14,8 @@ from fsharp.functional.comm.equal_values import check_same_on_ranks
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
-from fsharp.functional.layout.slicing import as_user_tree, build_shard, check_tree, shard_for
+from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units
+from fsharp.functional.layout.slicing import ShardDtype, as_user_tree, build_shard, check_tree, shard_for
 from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
@@ -28,7 +28,15 @@ Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 
 
 @options_checked
-def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params", check_values: bool = True) -> Any:
+def shard(
+    params: Any,
+    layout: Layout,
+    comm: Comm,
+    *,
+    place: PlaceName | None = None,
+    dtype: ShardDtype = "main",
+    check_values: bool = True,
+) -> Any:
     """Return this rank's shards of a tree that every rank holds whole: the tree, with a Sharded in place of each unit.
 
     Before, ranks compare layouts and values. :func:`~fsharp.shard_for` does the slicing.
@@ -37,8 +45,10 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         params: a tree of tensors with the paths, shapes, dtypes and ties of the tree that was planned. Not changed.
         layout: the layout of the tree.
         comm: the ranks.
-        place: ``"params"``; or ``"optim"`` to keep the ``main`` dtype, which :func:`~fsharp.init_state` needs to make main
-            copies.
+        place: where shards rest; None means ``"optim"`` for main copies, and otherwise ``"params"``. All places:
+            :func:`~fsharp.shard_for`.
+        dtype: ``"main"`` for what :func:`~fsharp.init_state` needs, ``"compute"`` for parameters without an optimizer, as for
+            :func:`~fsharp.shard_for`.
         check_values: whether ranks compare the bits of their trees, except for leaves that vary along an axis. Pass False, on
             all ranks, for trees that are known to be equal.
 
@@ -67,7 +77,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         )
         check_same_on_ranks("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
     with reporting_format_errors(comm, "shard()"):
-        return label_new_tree(shard_for(params, layout, comm.rank, place=place), comm)
+        return label_new_tree(shard_for(params, layout, comm.rank, place=place, dtype=dtype), comm)
 
 
 @options_checked
@@ -111,7 +121,8 @@ def init_params(
     comm: Comm,
     *,
     key: int,
-    place: PlaceName = "params",
+    place: PlaceName | None = None,
+    dtype: ShardDtype = "main",
     device: torch.device | str | None = None,
 ) -> Any:
     """Draw initial parameters shard by shard: beside its shards a rank holds at most one whole leaf.
@@ -130,8 +141,10 @@ def init_params(
         comm: the ranks.
         key: seed. Values of a leaf depend on the key and the leaf's path, and not on mesh, strategy or units. If a leaf varies
             along an axis, values also depend on the rank's coordinate along that axis.
-        place: ``"params"``; or ``"optim"`` to keep the ``main`` dtype, which :func:`~fsharp.init_state` needs to make main
-            copies.
+        place: where shards rest; None means ``"optim"`` for main copies, and otherwise ``"params"``. All places:
+            :func:`~fsharp.shard_for`.
+        dtype: ``"main"`` for what :func:`~fsharp.init_state` needs, ``"compute"`` for parameters without an optimizer, as for
+            :func:`~fsharp.shard_for`.
         device: device of the shards; None means the device of ``comm``. Values are drawn on the CPU, so that all devices get
             equal values.
 
@@ -174,7 +187,7 @@ def init_params(
             return value.to(target)
 
         with reporting_format_errors(comm, "init_params()"):
-            nodes.append(build_shard(unit, resolve_place(unit, place), comm.rank, draw, as_main_copies=place == "optim"))
+            nodes.append(build_shard(unit, place, comm.rank, draw, dtype=dtype))
     return label_new_tree(optree.tree_unflatten(layout.structure, nodes), comm)
 
 

@@ -9,7 +9,7 @@ from torch._C import _functorch
 
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import max_over_ranks
-from fsharp.functional.comm.checked_units import checked_units_of
+from fsharp.functional.comm.checked_units import check_not_main_copies, checked_units_of
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -52,7 +52,7 @@ def per_sample_norms(
         LossError: ``chunk_size`` is less than 1, or the batch or the loss is wrong.
         LossError: the loss uses parameters by other means than ``forward`` or ``gather``.
         LossError: the call is under a ``torch.func`` transform.
-        TreeError: ``params`` has no unit.
+        TreeError: ``params`` has no unit, or has main copies from :func:`~fsharp.shard`.
         MeshError: ``comm`` is on another mesh than ``params``.
 
     Cost: for each chunk the gathers of ``fs.forward``, and no reduction. With ``chunk_size`` an ``all_reduce`` of 8 bytes for
@@ -67,6 +67,7 @@ def per_sample_norms(
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_no_transform_active(_WHERE)
         nodes = checked_units_of(_WHERE, params, comm)
+        check_not_main_copies(_WHERE, nodes)
         for unit in [node.unit for node in nodes if node.unit.varying_axes]:
             facts = [("unit", unit.display_name), ("varies", ", ".join(unit.varying_axes))]
             remedy = "Use a strategy without varying() for it."

@@ -82,8 +82,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     Args:
         tx: the optimizer: an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` returns.
-        sharded: parameters from :func:`~fsharp.shard` or :func:`~fsharp.init_params`. If ``Precision`` gives groups a main
-            copy, call that function with ``place="optim"``, which keeps the ``main`` dtype.
+        sharded: parameters from :func:`~fsharp.shard` or :func:`~fsharp.init_params`, called without ``dtype="compute"``.
         comm: the ranks.
         donate: use the memory of ``sharded`` for the state; a later use of ``sharded`` raises an error. If False, buffers are
             copied.
@@ -93,9 +92,9 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         TreeError: in a trial, updates by the pair ``tx`` depended on how leaves are cut into buffers.
         AgreementError: ranks have different layouts or optimizers.
 
-    Cost: one collective of 40 bytes for each axis. For parameters made with ``place="optim"`` one gather, and for formats that
-    encode whole leaves a collective for their scales. For another library's pair about ten updates of small tensors, one for
-    each leaf.
+    Cost: one collective of 40 bytes for each axis. Where main copies are sharded and parameters are not, one gather; for
+    formats that encode whole leaves a collective for their scales. For another library's pair about ten updates of small
+    tensors, one for each leaf.
     """
     tx = as_transform(tx)
 
@@ -140,7 +139,7 @@ def _check_initial_parameters(node: Sharded) -> None:
             )
         if buffer.dtype != dtypes.main:
             facts = [("place", node.place)]
-            remedy = "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim')."
+            remedy = "Pass what shard(params, layout, comm) or init_params() returns, without dtype='compute'."
             what = f"unit {node.unit.display_name} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}."
             raise TreeError(problem("init_state()", what, facts, remedy))
 

@@ -8,7 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LossError, TreeError
-from fsharp.functional.comm.checked_units import checked_units_of
+from fsharp.functional.comm.checked_units import check_not_main_copies, checked_units_of
 from fsharp.functional.comm.protocol import Comm, LabelPrefixComm, engine_of
 from fsharp.functional.comm.residuals import PerRank, ResidualViews, prepare_residuals
 from fsharp.functional.comm.settings_digests import settings_digest
@@ -104,6 +104,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
 
     Raises:
         LossError: the loss or its weight is wrong, or depends on no parameter.
+        TreeError: ``params`` are main copies from :func:`~fsharp.shard`; pass ``params`` of :func:`~fsharp.init_state`.
         LossError: the batch cannot be split.
         LossError: the call is under a ``torch.func`` transform; ``loss_fn`` itself may use transforms.
         TreeError: residuals, or ``step`` of stochastic rounding, are missing or do not fit.
@@ -132,6 +133,7 @@ def _make_grad_fn(loss_fn: LossFn, microbatches: int, *, has_aux: bool, final_su
         if type(params) is TrainState:
             raise TreeError("value_and_grad(): got a TrainState, expected its parameters: pass state.params.")
         nodes = checked_units_of("value_and_grad()", params, comm)
+        check_not_main_copies("value_and_grad()", nodes)
         units = [node.unit for node in nodes]
         if comm.device.type != "meta":
             for node in nodes:

@@ -197,7 +197,7 @@ def record_calls_of_loss(
     given = to_meta(batch)
     part = split_batch(given, microbatches)[0] if microbatches > 1 else given
     recorder = _CallRecorder(_tensor_leaves(part))
-    params = shard_for(to_meta(tree), layout, 0)
+    params = shard_for(to_meta(tree), layout, 0, dtype="compute")
     with _explain_errors("on meta tensors", _META_REMEDY), recorder.recording():
         loss_fn(params, part, _TrialComm(layout.mesh, recorder))
     return recorder.calls

@@ -91,7 +91,7 @@ def assert_equivalent(
     def train(mesh: Mesh, strategy: Strategy) -> Any:
         def rank_fn(comm: Comm) -> Any:
             layout: Layout = plan(params, mesh, strategy, units=units, **plan_options)
-            state: TrainState = init_state(tx, shard(params, layout, comm, place="optim"), comm=comm)
+            state: TrainState = init_state(tx, shard(params, layout, comm), comm=comm)
             for batch in batches:
                 state, _ = step(state, split_batch(batch, mesh.size)[comm.rank], comm)
             return full_tree(state.params, comm=comm)

@@ -217,7 +217,7 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     >>> loss = lambda params, x, comm: fs.forward(torch.mul, params, x, comm=comm).sum()
     >>> step = scheduler(fs.train_step(loss, fs.optim.sgd(0.1)))
     >>> layout = fs.plan(torch.ones(8), mesh, fs.zero3("dp"))
-    >>> state = fs.init_state(fs.optim.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler, place="optim"), comm=scheduler)
+    >>> state = fs.init_state(fs.optim.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler), comm=scheduler)
     >>> with checking_races(scheduler) as report:
     ...     for _ in range(3):  # the first step records the schedule that the other steps follow
     ...         state, metrics = step(state, torch.ones(8))

@@ -76,7 +76,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
     source = data.draw(st.sampled_from([strategy.full.cotangent_place, strategy.grads, *places]))
     target = data.draw(st.sampled_from([place for place in places if is_a_sum(source, place)]))
     trees = [optree.tree_map(lambda t, r=rank: integers_on_cpu(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
-    tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
+    tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full", dtype="compute") for r in range(mesh.size)])
     trees = [_tie(tree, tied) for tree in trees]
     summed = [axis for axis in source.partial_axes if target[axis] is not fs.layouts.Partial]
 
@@ -93,7 +93,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
 
     def rank_fn(comm):
         counting = fs.collectives.CountingComm(comm)
-        mine = fs.trainable(fs.shard_for(trees[comm.rank], layout, comm.rank, place=source))
+        mine = fs.trainable(fs.shard_for(trees[comm.rank], layout, comm.rank, place=source, dtype="compute"))
         before = optree.tree_map(torch.clone, mine)
         moved = fs.reduce_scatter(mine, comm=counting, to=target)
         assert_same(mine, before)
@@ -101,7 +101,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
         return moved
 
     for rank, moved in enumerate(simulate(mesh, rank_fn)):
-        want = fs.trainable(fs.shard_for(total(rank), layout, rank, place=target))
+        want = fs.trainable(fs.shard_for(total(rank), layout, rank, place=target, dtype="compute"))
         accumulate = [node.unit.groups[g].dtypes.accumulate for node in fs.layouts.units_of(want) for g in node.groups]
         flat = iter(accumulate)
         assert_same(moved, optree.tree_map(lambda x, d=flat: x.to(next(d)), want))

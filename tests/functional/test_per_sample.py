@@ -104,7 +104,7 @@ def run_on_ranks(norms, tree, layout):
     """``(rank, norms, CountingComm)`` of each rank."""
 
     def rank_fn(comm):
-        counting, params = fs.collectives.CountingComm(comm), fs.shard(tree, layout, comm)
+        counting, params = fs.collectives.CountingComm(comm), fs.shard(tree, layout, comm, dtype="compute")
         return comm.rank, norms(params, batch_of(comm.rank), comm=counting), counting
 
     return simulate(layout.mesh, rank_fn)
@@ -134,7 +134,8 @@ def test_uses_are_added_in_the_accumulation_dtype():
 
 
 def single(tree, **kwargs):
-    return fs.shard(tree, fs.plan(tree, fs.Mesh({"dp": 1}), fs.zero3("dp"), **kwargs), fs.SingleComm())
+    layout = fs.plan(tree, fs.Mesh({"dp": 1}), fs.zero3("dp"), **kwargs)
+    return fs.shard(tree, layout, fs.SingleComm(), dtype="compute")
 
 
 def test_two_gathers_a_use_and_no_reduction():

@@ -1,11 +1,13 @@
 """checked_units_of: the units of a tree, checked before a function with a Comm uses them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import optree
 
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded, check_not_donated, not_sharded_error, units_of
 
 
@@ -27,3 +29,17 @@ def checked_units_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
             remedy = "Pass the Comm with which the tree was made, or reshard() the tree."
             raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts, remedy))
     return nodes
+
+
+def check_not_main_copies(where: str, nodes: Iterable[Sharded]) -> None:
+    """Raise a TreeError if :func:`~fsharp.shard` has made a node as main copies: functions compute with parameters."""
+    for node in nodes:
+        if node.is_main_copy:
+            dtypes = next(d for g in node.groups if (d := node.unit.groups[g].dtypes).has_main_copy)
+            what = f"unit {node.unit.display_name} has main copies, of which init_state() makes parameters."
+            facts = [("main copies", dtype_name(dtypes.main)), ("parameters", dtypes.stored_format.name)]
+            remedy = (
+                "Pass `params` of the state that init_state(tx, sharded, comm=comm) returns. Without an optimizer, make the "
+                "shards with dtype='compute'."
+            )
+            raise TreeError(problem(where, what, facts, remedy))

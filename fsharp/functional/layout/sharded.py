@@ -80,6 +80,8 @@ class Sharded:
         grad_sinks: the record of :func:`~fsharp.value_and_grad` that collects gradients of the buffers; None outside of a loss.
         reduction: ``"sum"`` for gradients from ``value_and_grad``, ``"mean"`` for gradients from ``average``, else None.
         tree_label: name of the tree to which the buffers belong, for labels of collectives.
+        is_main_copy: whether :func:`~fsharp.shard` has just made the buffers as main copies, of which
+            :func:`~fsharp.init_state` makes parameters. Functions that compute refuse such a node.
 
     Attributes:
         raw_buffers: the buffers, possibly not filled yet: to compare identities, not to read values.
@@ -89,8 +91,8 @@ class Sharded:
     """
 
     __slots__ = (
-        "grad_sinks", "groups", "is_donated", "is_gathered", "lazy", "place", "rank", "raw_buffers", "reduction",
-        "tree_label", "unit",
+        "grad_sinks", "groups", "is_donated", "is_gathered", "is_main_copy", "lazy", "place", "rank", "raw_buffers",
+        "reduction", "tree_label", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -104,12 +106,13 @@ class Sharded:
         grad_sinks: Any = None,
         reduction: Literal["sum", "mean"] | None = None,
         tree_label: TreeLabel = UNLABELED_TREE,
+        is_main_copy: bool = False,
     ) -> None:
         self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
         self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
         self.unit, self.place, self.is_gathered, self.grad_sinks = unit, place, is_gathered, grad_sinks
         self.groups = unit.all_groups if groups is None else groups
-        self.reduction, self.is_donated = reduction, False
+        self.reduction, self.is_donated, self.is_main_copy = reduction, False, is_main_copy
         self.tree_label = tree_label
         self.rank: int | None = None
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
@@ -10,7 +10,6 @@ import torch
 from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.formats.format import as_bytes, tensor_text
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import MeshPlacement
 from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.layout.sharded import (
     PlaceName,
@@ -28,9 +27,12 @@ from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.functional.tree.units import cut_into_units
 from fsharp.type_checks import options_checked, short_repr
 
+ShardDtype = Literal["main", "compute"]
+"""A field of Precision: ``"main"``, the dtype of the optimizer, or ``"compute"``, the dtype or format of parameters at rest."""
+
 
 @options_checked
-def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "params") -> Any:
+def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName | None = None, dtype: ShardDtype = "main") -> Any:
     """Return the shards of ``rank``, sliced out of a whole tree. No collective.
 
     >>> import fsharp as fs
@@ -47,51 +49,58 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
         params: a tree of tensors with the paths, shapes, dtypes and ties of the tree that was planned.
         layout: the layout of the tree.
         rank: the rank whose shards to return.
-        place: ``"params"`` returns parameters in their ``compute`` dtype; ``"optim"`` returns parameters in their ``main``
-            dtype, sharded like optimizer state, as :func:`~fsharp.init_state` needs them.
+        place: where shards rest: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a
+            :class:`~fsharp.layouts.MeshPlacement` of the strategy. None means ``"optim"`` for main copies, and otherwise
+            ``"params"``.
+        dtype: ``"main"`` returns what :func:`~fsharp.init_state` needs: values in the ``main`` dtype of ``Precision``, not
+            encoded. These are main copies in units for which the optimizer keeps main copies. ``"compute"`` returns parameters
+            as functions use them: in the ``compute`` dtype, or encoded in the ``stored`` format.
 
     Returns:
         The tree with a :class:`Sharded` in place of each unit. Buffers are new tensors; padding is zero.
 
     Raises:
         TreeError: the tree differs from the tree that was planned; the message lists the differences.
-        TreeError: a unit has a format that encodes whole leaves, and ``place`` is not ``"optim"``.
+        TreeError: a unit has a format that encodes whole leaves, and ``dtype`` is ``"compute"``.
     """
     check_tree(params, layout)
     sections = cut_into_units(params, frozenset(unit.name for unit in layout.units))
     nodes = []
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
         tensors = dict(zip(unit.leaves, optree.tree_leaves(subtree), strict=True))
-        nodes.append(build_shard(unit, resolve_place(unit, place), rank, tensors.__getitem__, as_main_copies=place == "optim"))
+        nodes.append(build_shard(unit, place, rank, tensors.__getitem__, dtype=dtype))
     return optree.tree_unflatten(layout.structure, nodes)
 
 
 def build_shard(
     unit: UnitLayout,
-    place: MeshPlacement,
+    place: PlaceName | None,
     rank: int,
     leaf_value: Callable[[Leaf], torch.Tensor],
     *,
-    as_main_copies: bool = False,
+    dtype: ShardDtype,
 ) -> Sharded:
     """Return the shard of a unit for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part.
 
-    If the rank holds nothing of a group, one leaf is read for its device. ``as_main_copies``: make buffers in the main dtype,
-    not encoded. Raises TreeError if leaves are on several devices, or if a format encodes whole leaves.
+    If the rank holds nothing of a group, one leaf is read for its device. ``place`` and ``dtype``: as for :func:`shard_for`.
+    Raises TreeError if leaves are on several devices, or if a format encodes whole leaves and ``dtype`` is ``"compute"``.
     """
-    if unit.has_leaf_codecs and not as_main_copies:
+    are_main_copies = dtype == "main" and any(group.dtypes.has_main_copy for group in unit.groups)
+    where = resolve_place(unit, place or ("optim" if are_main_copies else "params"))
+    if unit.has_leaf_codecs and dtype == "compute":
         raise TreeError(
-            f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
-            "copies with place='optim', and a state from them with init_state()."
+            f"shard(): unit {unit.display_name} has a format that encodes whole leaves, on whose scales ranks agree. Leave "
+            "out dtype='compute', and make a state with init_state(), which encodes the parameters."
         )
     buffers = []
     for i, group in enumerate(unit.groups):
-        dtype = group.dtypes.main if as_main_copies or group.dtypes.format is not None else group.dtypes.compute
+        use_main = dtype == "main" or group.dtypes.format is not None
+        buffer_dtype = group.dtypes.main if use_main else group.dtypes.compute
         buffer: torch.Tensor | None = None
-        for span in unit.leaf_spans(i, place, rank):
+        for span in unit.leaf_spans(i, where, rank):
             value = leaf_value(span.leaf)
             if buffer is None:
-                buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=value.device)
+                buffer = torch.zeros(unit.local_size(i, where), dtype=buffer_dtype, device=value.device)
             if value.device != buffer.device:
                 raise TreeError(
                     f"shard(): {unit.path_in_tree(span.leaf)!r} is on {value.device}, other leaves of unit {unit.display_name} "
@@ -101,9 +110,9 @@ def build_shard(
             del value  # before the next one is made
         if buffer is None:
             some = next((leaf_value(leaf) for leaf in unit.leaves_of_group(i)), torch.empty(0))
-            buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)
-        buffers.append(buffer if as_main_copies else encode_values(unit, i, buffer))
-    return Sharded(buffers, unit, place)
+            buffer = torch.zeros(unit.local_size(i, where), dtype=buffer_dtype, device=some.device)
+        buffers.append(buffer if dtype == "main" else encode_values(unit, i, buffer))
+    return Sharded(buffers, unit, where, is_main_copy=are_main_copies)
 
 
 @options_checked

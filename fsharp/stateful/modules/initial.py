@@ -15,7 +15,6 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.formats.gather_hooks import plain_value
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build_shard, shard_for
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import mesh_independent_seed
@@ -77,7 +76,7 @@ def initial_parameters(
         nodes = []
         for unit in layout.units:
             value = lambda leaf, unit=unit: makers.value(unit.path_in_tree(leaf))  # noqa: E731
-            nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, value, as_main_copies=True))
+            nodes.append(build_shard(unit, "optim", comm.rank, value, dtype="main"))
         buffers = module.named_buffers(remove_duplicate=False)
         return nodes, {path: makers.value(path) for path, buffer in buffers if buffer.is_meta}
 
@@ -102,7 +101,7 @@ def _sync_buffers_and_shard(module: nn.Module, layout: Layout, comm: Comm, sourc
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying_axes
         whole = {leaf: broadcast_from_rank(_parameter_value(module, unit, leaf), source, comm, varying=varying) for leaf in own}
-        nodes.append(build_shard(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, as_main_copies=True))
+        nodes.append(build_shard(unit, "optim", comm.rank, whole.__getitem__, dtype="main"))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local_tensor(buffer.detach())

@@ -199,7 +199,7 @@ def test_layouts_and_shards_with_formats_travel_between_processes():
     precision = fs.Precision(stored=mxfp8, wire={"dp": fs.formats.stochastic(fs.formats.hadamard(mxint4))})
     layout = fs.plan({"w": torch.ones(8)}, fs.Mesh({"dp": 2}), fs.zero3("dp"), precision=precision)
     assert pickle.loads(pickle.dumps(layout)) == layout
-    node = fs.shard_for({"w": torch.linspace(0, 1, 8)}, layout, 0)
+    node = fs.shard_for({"w": torch.linspace(0, 1, 8)}, layout, 0, dtype="compute")
     file = io.BytesIO()
     torch.save(node, file)
     file.seek(0)

@@ -28,8 +28,8 @@ def assert_same_trees(actual, expected):
         assert torch.equal(bits(a), bits(b)), path
 
 
-def all_ranks(case, place="params"):
-    return [fs.shard_for(case.tree, case.layout, rank, place=place) for rank in range(case.layout.mesh.size)]
+def all_ranks(case, place="params", dtype="main"):
+    return [fs.shard_for(case.tree, case.layout, rank, place=place, dtype=dtype) for rank in range(case.layout.mesh.size)]
 
 
 @few_examples
@@ -51,14 +51,13 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
 
 
 @few_examples
-@given(cases(precision=precisions()), st.sampled_from(["params", "optim"]))
-def test_dtypes_at_rest_are_those_of_the_precision(case, place):
-    kind = "main" if place == "optim" else "compute"
-    for node in fs.layouts.units_of(all_ranks(case, place)[0]):
+@given(cases(precision=precisions()), st.sampled_from(["params", "optim", None]), st.sampled_from(["main", "compute"]))
+def test_dtypes_at_rest_are_those_of_the_precision(case, place, kind):
+    for node in fs.layouts.units_of(all_ranks(case, place, kind)[0]):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
             assert buffer.dtype == getattr(node.unit.groups[group].dtypes, kind)
     # The values are integers that every dtype holds.
-    for a, b in zip(optree.tree_leaves(fs.unshard(all_ranks(case, place))), optree.tree_leaves(case.tree), strict=True):
+    for a, b in zip(optree.tree_leaves(fs.unshard(all_ranks(case, place, kind))), optree.tree_leaves(case.tree), strict=True):
         assert torch.equal(a.to(b.dtype), b)
 
 

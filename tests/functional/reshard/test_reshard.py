@@ -75,6 +75,7 @@ def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
     tree = data.draw(trees())
     precision = data.draw(precisions())
     place = data.draw(st.sampled_from(["params", "optim"]))
+    rests = {"place": place, "dtype": "main" if place == "optim" else "compute"}
     old = data.draw(layouts(tree, mesh=meshes(max_ranks=4), precision=st.just(precision)))
     new = data.draw(layouts(tree, mesh=meshes(max_ranks=4), precision=st.just(precision)))
     if place == "optim":
@@ -87,18 +88,18 @@ def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
 
     def rank_fn(comm):
         counting = fs.collectives.CountingComm(comm)
-        mine = fs.shard_for(tree, old, before.index(comm.rank), place=place) if comm.rank in before else None
+        mine = fs.shard_for(tree, old, before.index(comm.rank), **rests) if comm.rank in before else None
         kept = optree.tree_map(torch.clone, mine)
         moved = fs.reshard(mine, new, comm=counting, ranks=after, place=place, donate=donate, buffer_nbytes=176)
         if comm.rank in after:
-            assert_same(moved, fs.shard_for(tree, new, after.index(comm.rank), place=place))
+            assert_same(moved, fs.shard_for(tree, new, after.index(comm.rank), **rests))
         else:
             assert moved is None
         if not donate and mine is not None:
             assert_same(mine, kept)
         return sent(counting)
 
-    example = fs.shard_for(tree, old, 0, place=place)
+    example = fs.shard_for(tree, old, 0, **rests)
     expected = [
         fs.inspect.reshard_sent_nbytes(example, new, r, old_ranks=before, ranks=after, place=place) for r in range(world.size)
     ]
