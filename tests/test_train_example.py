@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fsharp as fs
+from examples.gpt.data import windows
 from fsharp.report.reading import read_log
 from tests.forked_python import run_forked
 
@@ -39,6 +41,13 @@ def train(out: Path, *options: str) -> dict[str, object]:
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result) >= KEYS
     return result
+
+
+def test_the_targets_of_one_window_share_no_memory_with_its_inputs():
+    """An evaluation marks the targets of windows that do not count."""
+    found = windows(torch.arange(9, dtype=torch.uint8), torch.tensor([2]), 4)
+    found["targets"][:] = -100
+    assert found["inputs"].tolist() == [[2, 3, 4, 5]]
 
 
 @pytest.fixture(scope="module")
