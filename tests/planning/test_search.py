@@ -14,6 +14,7 @@ from tests.gpt_like import make_params
 from tests.scheduling import DP
 
 SEARCH = {"budget": 1e9, "batch": 64, "mesh": DP, "strategies": {"zero3": fs.zero3}}
+SMALL = {"units": "layers.*", "policies": {"": fs.SchedulePolicy()}}
 
 
 class Terminal(io.StringIO):
@@ -22,27 +23,38 @@ class Terminal(io.StringIO):
 
 
 def shown(monkeypatch, file, *, delay_s, **options):
-    """What a search prints on stderr, which is ``file``."""
+    """What a search prints on stderr, which is ``file``, and the number of its candidates."""
     monkeypatch.setattr("fsharp.planning.search._BAR_DELAY_S", delay_s)
     monkeypatch.setattr(sys, "stderr", file)
-    fs.tune(make_params(), "H100", **SEARCH, **options)
-    return file.getvalue()
+    choice = fs.tune(make_params(), "H100", **SEARCH, **options)
+    return file.getvalue(), len(choice.candidates)
 
 
 def test_a_terminal_shows_a_bar_if_the_search_takes_longer_than_a_second(monkeypatch):
-    text = shown(monkeypatch, Terminal(), delay_s=-1.0)
+    text, num_candidates = shown(monkeypatch, Terminal(), delay_s=-1.0)
     frames = re.findall(
         r"\rtune: \[(#*)(\.*)\] (\d+) of (\d+), \d+ s, (nothing fits yet|fastest so far [\d.]+ ms)\x1b\[K", text
     )
     assert frames
     assert {len(done) + len(left) for done, left, *_ in frames} == {24}
-    assert {int(total) for *_, total, _ in frames} == {len(fs.tune(make_params(), "H100", **SEARCH).candidates)}
+    assert {int(total) for *_, total, _ in frames} == {num_candidates}
     assert [int(done) for *_, done, _, _ in frames] == sorted({int(done) for *_, done, _, _ in frames})
     assert text.endswith("\r\x1b[K"), "the bar is removed"
-    assert shown(monkeypatch, Terminal(), delay_s=1000.0) == ""
-    assert shown(monkeypatch, Terminal(), delay_s=-1.0, progress=False) == ""
-    assert shown(monkeypatch, io.StringIO(), delay_s=-1.0) == ""
-    assert shown(monkeypatch, io.StringIO(), delay_s=-1.0, progress=True).startswith("\rtune: [")
+
+
+@pytest.mark.parametrize(
+    ("file", "delay_s", "options", "is_shown"),
+    [
+        (Terminal, -1.0, {}, True),
+        (Terminal, 1000.0, {}, False),
+        (Terminal, -1.0, {"progress": False}, False),
+        (io.StringIO, -1.0, {}, False),
+        (io.StringIO, -1.0, {"progress": True}, True),
+    ],
+)
+def test_a_bar_is_shown_in_a_terminal_or_if_asked_for(monkeypatch, file, delay_s, options, is_shown):
+    text, _ = shown(monkeypatch, file(), delay_s=delay_s, **SMALL, **options)
+    assert text.startswith("\rtune: [") if is_shown else text == ""
 
 
 @pytest.mark.deep
