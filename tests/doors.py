@@ -5,8 +5,9 @@ is called, and nothing else.
 """
 
 import contextlib
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,24 +38,8 @@ WHATS: dict[str, Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor],
 }
 
 
-class Named(NamedTuple):
-    """A container."""
-
-    t: torch.Tensor
-
-
-@dataclass
-class Data:
-    """A container."""
-
-    t: torch.Tensor
-
-
-@dataclass(slots=True)
-class Slots:
-    """A container."""
-
-    t: torch.Tensor
+Named = namedtuple("Named", ["t"])
+Data, Slots = make_dataclass("Data", ["t"]), make_dataclass("Slots", ["t"], slots=True)
 
 
 class Box:

@@ -10,6 +10,7 @@ from fsharp.testing import DebugPolicy, checking_races, processes, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.ranks import on_ranks
 from tests.scheduling import (
+    FORMAT_POLICIES,
     STRATEGIES,
     assert_same,
     assert_same_training,
@@ -36,13 +37,7 @@ EXACT = {
     "wire of bfloat16": (fs.Precision(**DTYPES, wire=HALVES), fs.Precision(**DTYPES, wire=torch.bfloat16)),
 }
 """Precisions whose formats hold what bfloat16 holds, and the precisions with bfloat16 in their place."""
-POLICIES = {
-    "blocking": None,
-    "default": {},
-    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
-    "sums at once": {"sum_late": False},
-    "release after forward": {"release": "forward"},
-}
+POLICIES = {"blocking": None, **FORMAT_POLICIES, "release after forward": {"release": "forward"}}
 
 
 @every(36, strategy=turned(STRATEGIES, "zero3"), policy=POLICIES, name=EXACT)
@@ -195,14 +190,11 @@ def test_layouts_print_and_serialise_and_ranks_compare_formats(one, other, shown
         *(
             pytest.param((dp, inner), how, fs.Precision(wire=wire), dp * inner == 1, marks=[pytest.mark.deep] * (i != first))
             for first, wire in enumerate((torch.bfloat16, MXINT4))
-            for i, (dp, inner, how) in zip(
-                (0, 1, 1, 0),
-                [
-                    (1, 1, fs.zero3("dp", "inner")),
-                    (1, 2, fs.hfsdp("dp", "inner")),
-                    (2, 1, fs.hsdp("dp", "inner")),
-                    (1, 1, fs.hfsdp("dp", "inner")),
-                ],
+            for i, dp, inner, how in (
+                (0, 1, 1, fs.zero3("dp", "inner")),
+                (1, 1, 2, fs.hfsdp("dp", "inner")),
+                (1, 2, 1, fs.hsdp("dp", "inner")),
+                (0, 1, 1, fs.hfsdp("dp", "inner")),
             )
         ),
         ((1, 1), fs.zero1("dp", "inner"), fs.Precision(update=MXINT4), True),

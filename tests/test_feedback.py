@@ -18,6 +18,7 @@ from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
     FLAT,
+    FORMAT_POLICIES,
     HYBRID,
     ON_TWO_AXES,
     STRATEGIES,
@@ -34,12 +35,7 @@ from tests.test_format import BLOCKS
 
 MXINT4, MXFP4 = fs.formats.mxint4, fs.formats.mxfp4
 FORMATS = {each.name: each for each in (MXINT4, MXFP4, fs.formats.mxint8, fs.formats.hadamard(MXINT4), BLOCKS)}
-POLICIES = {
-    "default": {},
-    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
-    "sums at once": {"sum_late": False},
-    "offload": {"offload": True},
-}
+POLICIES = {**FORMAT_POLICIES, "offload": {"offload": True}}
 EXACT = Format("exact", (Plane(torch.float32, 32),), lambda values: [values], lambda planes: planes[0], block=32)
 WIRES = {
     "mxint4": MXINT4,

@@ -17,6 +17,7 @@ from tests.gpt_like import loss_fn, make_params
 from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
+    FORMAT_POLICIES,
     HYBRID,
     STRATEGIES,
     assert_same,
@@ -47,7 +48,6 @@ BOUNDS = {
     "bfloat16": (1 / 128, 0),
 }
 WIRE = stochastic(MXINT4)
-POLICIES = {"default": {}, "buckets": {"prefetch": 2, "bucket_nbytes": 2000}, "sums at once": {"sum_late": False}}
 TWO_LEVELS = {"outer": fs.formats.hadamard(WIRE), "inner": stochastic(MXINT8, seed=3)}
 
 
@@ -154,14 +154,14 @@ def test_random_numbers_are_uniform_and_of_their_own():
     assert abs(neighbours) < 5 / 256
 
 
-@every(18, strategy=turned(STRATEGIES, "zero3"), policy=POLICIES, wire=["one", "two levels"])
+@every(18, strategy=turned(STRATEGIES, "zero3"), policy=FORMAT_POLICIES, wire=["one", "two levels"])
 @on_ranks(mesh_of)
 def test_paths_have_the_same_bits(comm, strategy, policy, wire):
     mesh = STRATEGIES[strategy][0]
     precision = fs.Precision(wire=TWO_LEVELS if wire == "two levels" and mesh is HYBRID else WIRE, main=torch.float32)
     ways = {"params": make_params(layers=1), "microbatches": 2}
     blocking = train(comm, strategy, steps=3, precision=precision, **ways)
-    assert_same_training(train(comm, strategy, POLICIES[policy], steps=3, precision=precision, **ways), blocking)
+    assert_same_training(train(comm, strategy, FORMAT_POLICIES[policy], steps=3, precision=precision, **ways), blocking)
     other = fs.Precision(wire=stochastic(MXINT4, seed=1), main=torch.float32)
     assert train(comm, strategy, steps=2, precision=other, **ways).losses != blocking.losses[:2]
 

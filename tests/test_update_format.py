@@ -19,6 +19,7 @@ from tests.modules import descend
 from tests.ranks import on_ranks
 from tests.scheduling import (
     DP,
+    FORMAT_POLICIES,
     HYBRID,
     STRATEGIES,
     assert_same,
@@ -38,13 +39,7 @@ WIDER = {name: STRATEGIES[name] for name in ("zero1", "zero2", "hfsdp", "mixed")
 """Strategies under which parameters rest wider than optimizer state."""
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
 FORMATS = {each.name: each for each in (MXINT4, MXINT8, BLOCKS, plain_format(torch.bfloat16))}
-POLICIES = {
-    "default": {},
-    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
-    "nothing carried": {"gather_at_start": False},
-    "sums at once": {"sum_late": False},
-    "offload": {"offload": True},
-}
+POLICIES = {**FORMAT_POLICIES, "nothing carried": {"gather_at_start": False}, "offload": {"offload": True}}
 PRECISION = fs.Precision(update=MXINT4)
 
 

@@ -77,21 +77,14 @@ def test_backward_passes_over_different_units(functions, strategy):
         assert not check(UserProgram(3, frozenset(), (*order, Update()), strategy=strategy), functions=functions)
 
 
+STEP = (Forward((0, 1)), Backward(), Update())
+
+
 def test_a_tree_that_is_evaluated_is_not_reduced():
     # In each round another of the two trees is used first, so that a scheduler takes each for the one of the round before.
-    statements = (
-        Evaluate((0,), average=True),
-        Forward((0, 1)),
-        Backward(),
-        Update(),
-        Evaluate((0,)),
-        Evaluate((1,), average=True),
-    )
+    statements = (Evaluate((0,), average=True), *STEP, Evaluate((0,)), Evaluate((1,), average=True))
     program = UserProgram(2, frozenset(), statements, strategy="zero1", precision="main copy")
     assert not check(program, functions=True)
-
-
-STEP = (Forward((0, 1)), Backward(), Update())
 
 
 @pytest.mark.parametrize(

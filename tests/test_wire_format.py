@@ -19,19 +19,14 @@ from tests.scheduling import ON_TWO_AXES, STRATEGIES, assert_same_training, ever
 from tests.stateful.runtime.test_scheduler_equivalence import assert_as_predicted
 from tests.test_format import BLOCKS, HALVES
 
-POLICIES = {
-    "blocking": None,
-    "default": {},
-    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
-    "sums at once": {"sum_late": False},
-}
+POLICIES = {"default": {}, "buckets": {"prefetch": 2, "bucket_nbytes": 2000}, "sums at once": {"sum_late": False}}
 OPS = ("reduce_scatter", "all_to_all")
 LOSSLESS = fs.Precision(wire=HALVES)  # of values in bfloat16
 ROUNDED = fs.Precision(wire=BLOCKS)
 RANDOM = stochastic(fs.formats.mxint4)
 
 
-@every(9, strategy=turned(STRATEGIES, "zero3"), policy=[name for name in POLICIES if name != "blocking"])
+@every(9, strategy=turned(STRATEGIES, "zero3"), policy=POLICIES)
 @on_ranks(mesh_of)
 def test_rounded_gradients_have_the_same_bits_on_every_path(comm, strategy, policy):
     ways = {"params": make_params(layers=1), "steps": 3, "microbatches": 2}

@@ -1,5 +1,7 @@
 """Laws of the differentiable primitives: transposes under <Ax, y> = <x, A'y>, tangents, batches, second order."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
@@ -20,47 +22,31 @@ def draw(comm, *shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + comm.rank), dtype=torch.float64)
 
 
-# name, map, transpose, elements in, elements out; along the axis "inner" of size 3
+LAST = (fs.collectives.all_gather_last, fs.collectives.reduce_scatter_last, fs.collectives.local_slice_last)
+gather, scatter, cut, add = (partial(op, axis="inner") for op in (*LAST, fs.collectives.all_reduce))
+
+
+def exchange(x, comm, sent=SENT, received=RECEIVED):
+    rank = comm.rank % 3
+    return fs.collectives.all_to_all_last(x, sent[rank], received[rank], comm, "inner")
+
+
+# name: map, transpose, elements in, elements out; along the axis "inner" of size 3
 OPERATIONS = {
-    "all_gather": (
-        lambda x, comm: fs.collectives.all_gather_last(x, comm, "inner"),
-        lambda y, comm: fs.collectives.reduce_scatter_last(y, comm, "inner"),
-        C,
-        3 * C,
-    ),
-    "reduce_scatter": (
-        lambda x, comm: fs.collectives.reduce_scatter_last(x, comm, "inner"),
-        lambda y, comm: fs.collectives.all_gather_last(y, comm, "inner"),
-        3 * C,
-        C,
-    ),
-    "all_reduce": (
-        lambda x, comm: fs.collectives.all_reduce(x, comm, "inner"),
-        lambda y, comm: fs.collectives.all_reduce(y, comm, "inner"),
-        C,
-        C,
-    ),
-    "all_to_all": (
-        lambda x, comm: fs.collectives.all_to_all_last(x, SENT[comm.rank % 3], RECEIVED[comm.rank % 3], comm, "inner"),
-        lambda y, comm: fs.collectives.all_to_all_last(y, RECEIVED[comm.rank % 3], SENT[comm.rank % 3], comm, "inner"),
-        C,
-        C,
-    ),
+    "all_gather": (gather, scatter, C, 3 * C),
+    "reduce_scatter": (scatter, gather, 3 * C, C),
+    "all_reduce": (add, add, C, C),
+    "all_to_all": (exchange, partial(exchange, sent=RECEIVED, received=SENT), C, C),
     "local_slice_last": (
-        lambda x, comm: fs.collectives.local_slice_last(x, comm, "inner"),
+        cut,
         lambda y, comm: torch.nn.functional.pad(y, (C * (comm.rank % 3), C * (2 - comm.rank % 3))),
         3 * C,
         C,
     ),
-    "gather after reduce_scatter": (
-        lambda x, comm: fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(x, comm, "inner"), comm, "inner"),
-        lambda y, comm: fs.collectives.all_reduce(y, comm, "inner"),
-        3 * C,
-        3 * C,
-    ),
+    "gather after reduce_scatter": (lambda x, comm: gather(scatter(x, comm), comm), add, 3 * C, 3 * C),
     "two axes": (
-        lambda x, comm: fs.collectives.all_gather_last(fs.collectives.all_gather_last(x, comm, "outer"), comm, "inner"),
-        lambda y, comm: fs.collectives.reduce_scatter_last(fs.collectives.reduce_scatter_last(y, comm, "inner"), comm, "outer"),
+        lambda x, comm: gather(gather(x, comm, axis="outer"), comm),
+        lambda y, comm: scatter(scatter(y, comm), comm, axis="outer"),
         C,
         6 * C,
     ),
@@ -89,14 +75,11 @@ def test_transpose_identity_and_inputs_untouched(name):
 def test_round_trips(comm):
     """Gather and slice are inverses; a sum of equal parts is a multiple; an all_reduce is its two halves, bit for bit."""
     x, full = draw(comm, 2, C), torch.arange(3.0 * C)
-    whole = fs.collectives.all_gather_last(x, comm, "inner")
     parts = draw(comm, 3 * C, seed=2)
-    halves = fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
-    again = fs.collectives.all_gather_last(fs.collectives.local_slice_last(full, comm, "inner"), comm, "inner")
-    assert torch.equal(fs.collectives.local_slice_last(whole, comm, "inner"), x)
-    assert torch.equal(again, full)
-    assert torch.equal(fs.collectives.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full)
-    assert torch.equal(halves, fs.collectives.all_reduce(parts, comm, "inner"))
+    assert torch.equal(cut(gather(x, comm), comm), x)
+    assert torch.equal(gather(cut(full, comm), comm), full)
+    assert torch.equal(scatter(torch.cat([full] * 3), comm), 3 * full)
+    assert torch.equal(gather(scatter(parts, comm), comm), add(parts, comm))
 
 
 @operations

@@ -120,31 +120,22 @@ def _tie(tree, like):
 @scheduling.few_examples
 @given(cases(max_ranks=8))
 def test_full_gives_every_rank_the_tree(case):
-    def rank_fn(comm):
-        return fs.full_tree(fs.shard(case.tree, case.layout, comm), comm=comm)
-
-    for tree in simulate(case.layout.mesh, rank_fn):
+    for tree in simulate(case.layout.mesh, lambda comm: fs.full_tree(fs.shard(case.tree, case.layout, comm), comm=comm)):
         scheduling.assert_same(tree, case.tree)
 
 
 @scheduling.few_examples
 @given(cases(dtypes=FLOATS), st.integers(0, 1 << 40))
 def test_init_depends_on_key_and_path_alone(case, key):
+    def whole(layout, comm, key):
+        return fs.full_tree(fs.init_params(fs.init.normal(), layout, comm, key=key), comm=comm)
+
     paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)
     alone = fs.plan(paths_of, fs.Mesh({"one": 1}), fs.ddp("one"))
     layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layouts.RowsAtom(2))
-    expected = fs.full_tree(
-        fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh)
-    )
-
-    def rank_fn(comm):
-        return fs.full_tree(fs.init_params(fs.init.normal(), layout, comm, key=key), comm=comm)
-
-    for tree in simulate(layout.mesh, rank_fn):
+    expected, other = (whole(alone, fs.SingleComm(alone.mesh), each) for each in (key, key + 1))
+    for tree in simulate(layout.mesh, lambda comm: whole(layout, comm, key)):
         scheduling.assert_same(tree, expected)
-    other = fs.full_tree(
-        fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh)
-    )
     pairs = zip(optree.tree_leaves(other), optree.tree_leaves(expected), strict=True)
     assert all(not torch.equal(a, b) for a, b in pairs if a.numel() >= 8), "another key gives other values"
 
@@ -195,13 +186,9 @@ def test_sums_are_cut_before_replicas_are_added(comm, name):
 def test_finer_axes_are_gathered_first(comm, axes):
     """The slow axis, if it cuts first, moves n times the bytes only after the fast axis has made parts whole."""
     mesh = fs.Mesh({"o": 2, "i": 2})
-    rules = dict.fromkeys(axes, fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Shard, fs.layouts.Shard))
     tree = {"w": torch.arange(16.0)}
-    layout = fs.plan(tree, mesh, fs.Strategy(rules))
+    layout = fs.plan(tree, mesh, fs.zero3(*axes))
     counting = fs.collectives.CountingComm(comm)
     whole = fs.gather(fs.shard_for(tree, layout, comm.rank), comm=counting)
-    assert list(counting.calls) == [
-        fs.collectives.Call("all_gather", axes[1], 16),
-        fs.collectives.Call("all_gather", axes[0], 32),
-    ]
+    assert list(counting.calls) == [("all_gather", axes[1], 16), ("all_gather", axes[0], 32)]
     assert torch.equal(whole.buffers[0], tree["w"])

@@ -9,6 +9,13 @@ import torch
 _architecture = (9, 0)
 
 
+def do_nothing(*args, **kwargs):
+    pass
+
+
+set_device = synchronize = empty_cache = _lazy_init = do_nothing
+
+
 @contextlib.contextmanager
 def architecture(major, minor=0):
     """Let TransformerEngine see a GPU of another compute capability inside a ``with`` block.
@@ -61,56 +68,23 @@ def is_current_stream_capturing():
     return False
 
 
-def set_device(device):
-    pass
-
-
-def synchronize(device=None):
-    pass
-
-
-def empty_cache():
-    pass
-
-
 class Stream:
     """A stream whose work is done before the call that submits the work returns."""
 
     cuda_stream = 0
-
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def wait_stream(self, stream):
-        pass
-
-    def wait_event(self, event):
-        pass
+    __init__ = wait_stream = wait_event = synchronize = do_nothing
 
     def record_event(self, event=None):
         return event or Event()
-
-    def synchronize(self):
-        pass
 
 
 class Event:
     """An event that has already happened."""
 
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def record(self, stream=None):
-        pass
-
-    def wait(self, stream=None):
-        pass
+    __init__ = record = wait = synchronize = do_nothing
 
     def query(self):
         return True
-
-    def synchronize(self):
-        pass
 
 
 def current_stream(device=None):
@@ -131,10 +105,6 @@ def set_rng_state(state, device=None):
 
 def manual_seed(seed):
     torch.manual_seed(seed)
-
-
-def _lazy_init():
-    pass
 
 
 def _lazy_call(function, **kwargs):

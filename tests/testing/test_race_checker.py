@@ -55,13 +55,10 @@ def test_a_read_beside_a_write_and_two_writes_are_races_and_two_reads_are_none()
     def write(x, _):
         x.zero_()
 
-    def other(_, y):
-        y.zero_()
-
     assert races_of(program(read, write))
     assert races_of(program(write, write))
     assert not races_of(program(read, read))
-    assert not races_of(program(write, other))
+    assert not races_of(program(write, lambda _, y: y.zero_()))
 
 
 def test_disjoint_slices_of_a_storage_are_apart_and_overlapping_ones_are_not():

@@ -189,9 +189,7 @@ def check_tree(params: Any, layout: Layout) -> None:
         raise TreeError(f"shard(): got a module, {type(params).__name__}, expected a tree of tensors. {remedy}")
     paths, leaves, _ = flatten_with_paths(params)
     planned = {unit.path_in_tree(leaf): leaf for unit in layout.units for leaf in unit.leaves}
-    rows: list[tuple[str, str]] = []
-    for path in planned.keys() - set(paths):
-        rows.append((repr(path), "missing from the tree"))
+    rows = [(repr(path), "missing from the tree") for path in planned.keys() - set(paths)]
     for path, leaf in zip(paths, leaves):
         want = planned.get(path)
         if want is None:

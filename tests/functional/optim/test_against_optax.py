@@ -1,6 +1,6 @@
 """Each transformation of fs.optim against the one of optax with its name, on the unsharded tree: 20 steps, any cut."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,8 @@ def falling(count):
     return -0.1 / (count + 1)
 
 
-MATRICES = {"**": "rest", "**.w": "matrix"}
+MATRIX = {fs.optim: "**.w", optax: by_matrix(True, False)}
+PARTS = {fs.optim: {"**": "rest", "**.w": "matrix"}, optax: by_matrix("matrix", "rest")}
 RISING = (0.0, 1e-1, 5, STEPS, 1e-2)
 
 
@@ -61,10 +62,16 @@ BETWEEN = {"inject_hyperparams": set_rate}
 COMPILER = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compiling takes most of the time, and the compiled updates run for microseconds."""
 
+
+def both(make):
+    """What the same calls make in fs.optim and in optax."""
+    return partial(make, fs.optim), partial(make, optax)
+
+
 # Name: (ours, optax's). Where they differ by intention the name says how, and optax's is what does the same there.
 TABLE = {
-    "adam": (lambda: fs.optim.adam(1e-1), lambda: optax.adam(1e-1)),
-    "adamw": (lambda: fs.optim.adamw(1e-1, 0.8, 0.99, 1e-6), lambda: optax.adamw(1e-1, 0.8, 0.99, 1e-6)),
+    "adam": both(lambda o: o.adam(1e-1)),
+    "adamw": both(lambda o: o.adamw(1e-1, 0.8, 0.99, 1e-6)),
     "adamw, decay per path in place of a mask": (
         lambda: fs.optim.adamw(1e-1, weight_decay={"**": 0.0, "**.w": 0.3}),
         lambda: optax.adamw(1e-1, weight_decay=0.3, mask=by_matrix(True, False)),
@@ -73,18 +80,15 @@ TABLE = {
         lambda: fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(*RISING), capturable=True),
         lambda: optax.adamw(optax.warmup_cosine_decay_schedule(*RISING)),
     ),
-    "adamw, a schedule of optax": (
-        lambda: fs.optim.adamw(optax.exponential_decay(1e-1, 5, 0.5)),
-        lambda: optax.adamw(optax.exponential_decay(1e-1, 5, 0.5)),
-    ),
-    "sgd": (lambda: fs.optim.sgd(1e-1), lambda: optax.sgd(1e-1)),
-    "sgd, momentum": (lambda: fs.optim.sgd(1e-1, 0.9), lambda: optax.sgd(1e-1, 0.9)),
-    "sgd, nesterov": (lambda: fs.optim.sgd(1e-1, 0.9, True), lambda: optax.sgd(1e-1, 0.9, True)),
+    "adamw, a schedule of optax": both(lambda o: o.adamw(optax.exponential_decay(1e-1, 5, 0.5))),
+    "sgd": both(lambda o: o.sgd(1e-1)),
+    "sgd, momentum": both(lambda o: o.sgd(1e-1, 0.9)),
+    "sgd, nesterov": both(lambda o: o.sgd(1e-1, 0.9, True)),
     "sgd, weight_decay, which optax chains": (
         lambda: fs.optim.sgd(1e-1, 0.9, weight_decay=0.1),
         lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-1, 0.9)),
     ),
-    "lion": (lambda: fs.optim.lion(1e-2), lambda: optax.lion(1e-2)),
+    "lion": both(lambda o: o.lion(1e-2)),
     "muon of matrices [out, in], others by partition": (
         lambda: fs.optim.partition({"matrix": fs.optim.muon(2e-2), "rest": fs.optim.adam(2e-2)}),
         lambda: optax.partition(
@@ -102,44 +106,18 @@ TABLE = {
             2e-2, ns_steps=3, beta=0.9, weight_decay=0.1, nesterov=False, consistent_rms=0.2, adam_weight_decay=0.2
         ),
     ),
-    "clip_by_global_norm": (
-        lambda: fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(1e-1)),
-        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-1)),
-    ),
-    "ema": (
-        lambda: fs.optim.chain(fs.optim.ema(0.9), fs.optim.sgd(1e-1)),
-        lambda: optax.chain(optax.ema(0.9), optax.sgd(1e-1)),
-    ),
-    "ema, not debiased": (
-        lambda: fs.optim.chain(fs.optim.ema(0.9, debias=False), fs.optim.sgd(1e-1)),
-        lambda: optax.chain(optax.ema(0.9, debias=False), optax.sgd(1e-1)),
-    ),
-    "masked": (
-        lambda: fs.optim.chain(
-            fs.optim.masked(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.trace(0.9)), "**.w"),
-            fs.optim.scale(-0.1),
-        ),
-        lambda: optax.chain(
-            optax.masked(optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)), by_matrix(True, False)),
-            optax.scale(-0.1),
-        ),
-    ),
+    "clip_by_global_norm": both(lambda o: o.chain(o.clip_by_global_norm(1.0), o.sgd(1e-1))),
+    "ema": both(lambda o: o.chain(o.ema(0.9), o.sgd(1e-1))),
+    "ema, not debiased": both(lambda o: o.chain(o.ema(0.9, debias=False), o.sgd(1e-1))),
+    "masked": both(lambda o: o.chain(o.masked(o.chain(o.clip_by_global_norm(1.0), o.trace(0.9)), MATRIX[o]), o.scale(-0.1))),
     "partition, labels of plan": (
         lambda: fs.optim.partition({"matrix": fs.optim.adamw(1e-1), "rest": fs.optim.sgd(1e-1, 0.9)}),
         lambda: optax.partition({"matrix": optax.adamw(1e-1), "rest": optax.sgd(1e-1, 0.9)}, by_matrix("matrix", "rest")),
     ),
-    "multi_transform, patterns": (
-        lambda: fs.optim.multi_transform(
-            {
-                "matrix": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-1)),
-                "rest": fs.optim.sgd(1e-1, 0.9),
-            },
-            MATRICES,
-        ),
-        lambda: optax.multi_transform(
-            {"matrix": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-1)), "rest": optax.sgd(1e-1, 0.9)},
-            by_matrix("matrix", "rest"),
-        ),
+    "multi_transform, patterns": both(
+        lambda o: o.multi_transform(
+            {"matrix": o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-1)), "rest": o.sgd(1e-1, 0.9)}, PARTS[o]
+        )
     ),
     "partition, a function of the path": (
         lambda: fs.optim.partition(
@@ -147,45 +125,23 @@ TABLE = {
         ),
         lambda: optax.partition({"matrix": optax.lion(1e-2), "rest": optax.adam(1e-1)}, by_matrix("matrix", "rest")),
     ),
-    "apply_if_finite": (
-        lambda: fs.optim.apply_if_finite(fs.optim.adamw(1e-1), 2),
-        lambda: optax.apply_if_finite(optax.adamw(1e-1), 2),
+    "apply_if_finite": both(lambda o: o.apply_if_finite(o.adamw(1e-1), 2)),
+    "inject_hyperparams": both(lambda o: o.inject_hyperparams(o.adamw)(1e-1, b1=o.linear_schedule(0.5, 0.9, 10))),
+    "MultiSteps": both(lambda o: o.MultiSteps(o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-1)), 3)),
+    "MultiSteps, sums, more and more of them": both(
+        lambda o: o.MultiSteps(o.adamw(1e-1), lambda updates: 1 + updates // 2, use_grad_mean=False)
     ),
-    "inject_hyperparams": (
-        lambda: fs.optim.inject_hyperparams(fs.optim.adamw)(1e-1, b1=fs.optim.linear_schedule(0.5, 0.9, 10)),
-        lambda: optax.inject_hyperparams(optax.adamw)(1e-1, b1=optax.linear_schedule(0.5, 0.9, 10)),
+    "scale_by_adam, add_decayed_weights, scale_by_schedule": both(
+        lambda o: o.chain(
+            o.scale_by_adam(0.8, 0.99, 1e-6),
+            o.add_decayed_weights(0.3, MATRIX[o]),
+            o.scale_by_schedule(o.join_schedules([o.constant_schedule(-0.1), falling], [8])),
+        )
     ),
-    "MultiSteps": (
-        lambda: fs.optim.MultiSteps(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-1)), 3),
-        lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-1)), 3),
-    ),
-    "MultiSteps, sums, more and more of them": (
-        lambda: fs.optim.MultiSteps(fs.optim.adamw(1e-1), lambda updates: 1 + updates // 2, use_grad_mean=False),
-        lambda: optax.MultiSteps(optax.adamw(1e-1), lambda updates: 1 + updates // 2, use_grad_mean=False),
-    ),
-    "scale_by_adam, add_decayed_weights, scale_by_schedule": (
-        lambda: fs.optim.chain(
-            fs.optim.scale_by_adam(0.8, 0.99, 1e-6),
-            fs.optim.add_decayed_weights(0.3, "**.w"),
-            fs.optim.scale_by_schedule(fs.optim.join_schedules([fs.optim.constant_schedule(-0.1), falling], [8])),
-        ),
-        lambda: optax.chain(
-            optax.scale_by_adam(0.8, 0.99, 1e-6),
-            optax.add_decayed_weights(0.3, by_matrix(True, False)),
-            optax.scale_by_schedule(optax.join_schedules([optax.constant_schedule(-0.1), falling], [8])),
-        ),
-    ),
-    "trace, scale_by_learning_rate, identity": (
-        lambda: fs.optim.chain(
-            fs.optim.trace(0.9, nesterov=True),
-            fs.optim.scale_by_learning_rate(fs.optim.cosine_decay_schedule(0.1, 15, 0.1)),
-            fs.optim.identity(),
-        ),
-        lambda: optax.chain(
-            optax.trace(0.9, nesterov=True),
-            optax.scale_by_learning_rate(optax.cosine_decay_schedule(0.1, 15, 0.1)),
-            optax.identity(),
-        ),
+    "trace, scale_by_learning_rate, identity": both(
+        lambda o: o.chain(
+            o.trace(0.9, nesterov=True), o.scale_by_learning_rate(o.cosine_decay_schedule(0.1, 15, 0.1)), o.identity()
+        )
     ),
 }  # fmt: skip
 

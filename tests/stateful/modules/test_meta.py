@@ -80,13 +80,10 @@ class Shares(nn.Module):
 @pytest.mark.parametrize("units", [None, "*"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_buffer_that_modules_share_has_one_value_on_all_ranks(size, units):
-    def rank_fn(comm):
-        return everything(comm, fs.zero3("dp"), units, make=Shares)
-
     expected = made(make=Shares)
     assert expected["first.table"].std() > 0
     assert_same(expected["first.table"], expected["second.table"])
-    for found in simulate(fs.Mesh({"dp": size}), rank_fn):
+    for found in simulate(fs.Mesh({"dp": size}), lambda comm: everything(comm, fs.zero3("dp"), units, make=Shares)):
         assert_same(found, expected)
 
 
@@ -109,12 +106,8 @@ def made(**options):
 @every(4, units=UNITS, mesh=[(2, "zero1"), (2, "zero3"), (4, "zero3"), (3, "ddp")])
 def test_the_same_values_on_any_mesh(mesh, units):
     size, strategy = mesh
-
-    def rank_fn(comm):
-        return everything(comm, getattr(fs, strategy)("dp"), UNITS[units])
-
     expected = made()
-    for mine in simulate(fs.Mesh({"dp": size}), rank_fn):
+    for mine in simulate(fs.Mesh({"dp": size}), lambda comm: everything(comm, getattr(fs, strategy)("dp"), UNITS[units])):
         assert_same(mine, expected)
 
 

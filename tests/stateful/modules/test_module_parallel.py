@@ -178,20 +178,12 @@ class Picky(nn.Module):
 
 
 USED = {
-    "one coordinate never": [(True, True, False, False)] * 4,
-    "now and then": [
-        (True, False, True, True),
-        (False, False, True, False),
-        (True, True, True, True),
-        (False, False, False, True),
-    ],
-    "none at all": [
-        (True, True, True, True),
-        (False, False, False, False),
-        (True, False, True, False),
-        (True, True, True, True),
-    ],
+    "one coordinate never": "1100 1100 1100 1100",
+    "now and then": "1011 0010 1111 0001",
+    "none at all": "1111 0000 1010 1111",
 }
+"""For each of four steps, which of the four experts are used."""
+USED = {plan: [[used == "1" for used in step] for step in steps.split()] for plan, steps in USED.items()}
 
 
 @every(2, plan=USED, sparse=["zero3", "ddp", "zero1"])

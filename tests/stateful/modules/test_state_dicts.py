@@ -245,20 +245,18 @@ def without(state, name):
     return {key: value for key, value in state.items() if key != name}
 
 
+def bias(value):
+    return lambda d, comm: {**d, "head.bias": value}
+
+
 WRONG = {
     "a name": (lambda d, comm: {**d, "other": d["calls"]}, r'Unexpected key\(s\) in state_dict: "other"'),
     "a missing name": (lambda d, comm: without(d, "head.bias"), r'Missing key\(s\) in state_dict: "head.bias"'),
-    "a shape": (lambda d, comm: {**d, "head.bias": torch.ones(12)}, r"size mismatch for head.bias.*\[12\].*\[11\]"),
-    "a dtype": (
-        lambda d, comm: {**d, "head.bias": torch.ones(11).double()},
-        r"'head.bias' has another dtype(.|\n)*float64\[11\]",
-    ),
-    "no values": (
-        lambda d, comm: {**d, "head.bias": torch.ones(11, device="meta")},
-        r"'head.bias' is not a plain tensor with values",
-    ),
+    "a shape": (bias(torch.ones(12)), r"size mismatch for head.bias.*\[12\].*\[11\]"),
+    "a dtype": (bias(torch.ones(11).double()), r"'head.bias' has another dtype(.|\n)*float64\[11\]"),
+    "no values": (bias(torch.ones(11, device="meta")), r"'head.bias' is not a plain tensor with values"),
     "a buffer": (lambda d, comm: {**d, "calls": torch.ones(3)}, r"size mismatch for calls"),
-    "a number": (lambda d, comm: {**d, "head.bias": 3}, r'parameter named "head.bias", expected torch.Tensor'),
+    "a number": (bias(3), r'parameter named "head.bias", expected torch.Tensor'),
     "values of one rank": (
         lambda d, comm: {**d, "head.bias": torch.full((11,), float(comm.rank))},
         r"head.bias +rank 1: other values than rank 0",

@@ -197,11 +197,7 @@ def test_donated_host_memory_is_filled_again(comm, donate):
 @on_ranks(DP)
 def test_state_that_comes_on_the_device_is_right_in_a_planned_step(comm):
     """From a checkpoint, or changed by the user: plain tensors."""
-
-    def restored(state):
-        return optree.tree_map(copy.copy, state)
-
-    plain, again = steps(comm, "zero2"), steps(comm, "zero2", between=restored)
+    plain, again = steps(comm, "zero2"), steps(comm, "zero2", between=lambda state: optree.tree_map(copy.copy, state))
     assert_same(optree.tree_leaves(again.states[-1]), optree.tree_leaves(plain.states[-1]))
     assert len(set(again.copied)) == 1, "down alone"
     assert again.schedule.host_copy_nbytes == 2 * again.copied[0]
@@ -211,15 +207,12 @@ def test_state_that_comes_on_the_device_is_right_in_a_planned_step(comm):
 def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for(comm):
     """A rule that begins to keep something."""
 
-    def init(params):
-        return None
-
     def update(grads, state, params, *, comm):
         state = state or optree.tree_map(torch.zeros_like, params)
         state = optree.tree_map(torch.Tensor.add, state, grads)
         return optree.tree_map(lambda x: -0.1 * x, state), state
 
-    tx = fs.optim.Transform(init, update, {})
+    tx = fs.optim.Transform(lambda params: None, update, {})
     expected = train(comm, "zero3", tx=tx, steps=6)
     found = train(comm, "zero3", {"offload": True}, tx=tx, steps=6)
     assert_same_training(found, expected)

@@ -66,8 +66,23 @@ def ancestors(schedule, i):
 PARAMETERS = ("forward", "backward")
 
 
-def without_wait(data, s):
-    return drop(s, choose(data, of(s, "wait", *PARAMETERS)))
+def at_one(name, change, kind, *phases):
+    def plant(data, s):
+        return change(s, choose(data, of(s, kind, *phases)))
+
+    plant.__name__ = name
+    return plant
+
+
+without_wait = at_one("without_wait", drop, "wait", *PARAMETERS)
+without_gather = at_one("without_gather", drop, "gather", *PARAMETERS)
+without_spread = at_one("without_spread", drop, "gather", "update")
+without_release = at_one("without_release", drop, "release")
+without_cast = at_one("without_cast", drop, "cast")
+second_cast = at_one("second_cast", twice, "cast")
+without_reduce = at_one("without_reduce", drop, "reduce")
+second_reduce = at_one("second_reduce", twice, "reduce")
+without_accumulate = at_one("without_accumulate", drop, "accumulate")
 
 
 def without_wait_for_spread(data, s):
@@ -76,14 +91,6 @@ def without_wait_for_spread(data, s):
     comes = [op.kind for op in rest if op.kind == "update" or (op.kind, op.unit) == ("compute", s.ops[i].unit)]
     assume(comes[0] == "compute")
     return drop(s, i)
-
-
-def without_gather(data, s):
-    return drop(s, choose(data, of(s, "gather", *PARAMETERS)))
-
-
-def without_spread(data, s):
-    return drop(s, choose(data, of(s, "gather", "update")))
 
 
 def late_gather(data, s):
@@ -101,35 +108,11 @@ def early_carried_gather(data, s):
     return move(s, i, updates[-1])
 
 
-def without_release(data, s):
-    return drop(s, choose(data, of(s, "release")))
-
-
 def early_release(data, s):
     i = choose(data, of(s, "release"))
     uses = [k for k, op in enumerate(s.ops[:i]) if op.unit == s.ops[i].unit and op.kind in ("compute", "gather")]
     assume(uses and s.ops[uses[-1]].kind == "compute")
     return move(edit(s, i, event_index=s.ops[uses[-1]].event_index), i, uses[-1] + 1)
-
-
-def without_cast(data, s):
-    return drop(s, choose(data, of(s, "cast")))
-
-
-def second_cast(data, s):
-    return twice(s, choose(data, of(s, "cast")))
-
-
-def without_reduce(data, s):
-    return drop(s, choose(data, of(s, "reduce")))
-
-
-def second_reduce(data, s):
-    return twice(s, choose(data, of(s, "reduce")))
-
-
-def without_accumulate(data, s):
-    return drop(s, choose(data, of(s, "accumulate")))
 
 
 def without_edge(data, s):
@@ -204,14 +187,8 @@ def tiny_budget(data, s):
 
 
 MOVING = {"gathered": 128, "gather": (GATHER,)}
-
-
 SPREADING = {"trainable": True, "update_gather": (UPDATE_GATHER,)}
-
-
 SENDING = {"trainable": True, "outgoing": 64, "reduce": (REDUCE,)}
-
-
 RESTING = {"trainable": True, "rest": 128}
 
 
