@@ -158,6 +158,7 @@ MISTAKES = {
     ),
     "a product": (lambda: SHARED @ part(), TreeError, "unit (root): used in a sum or a product, but outside of fs.forward()"),
     "a factor": (lambda: 2 * part(), TreeError, "unit (root): used in a sum or a product, but outside of fs.forward()"),
+    "gathered": (lambda: fs.gather(part(), comm=ONLY)["w"], TreeError, "all of its elements in flat buffers."),
     "a weight": (lambda: torch.nn.functional.linear(SHARED, part()), TreeError, "unit (root): used in linear, but outside"),
     "a shape": (lambda: part().shape, AttributeError, "no attribute 'shape'. Compute with it in a function: fs.forward(fn,"),
     "in a list": (lambda: torch.stack([part()]), TreeError, "unit (root): used in stack, but outside of fs.forward()"),
@@ -175,6 +176,11 @@ MISTAKES = {
         lambda: fs.init_state(fs.optim.adamw, part(), comm=ONLY),
         TreeError,
         "such as fs.optim.adamw(1e-3), got the function adamw.",
+    ),
+    "a complex leaf": (
+        lambda: fs.plan({"w": torch.ones(2, dtype=torch.complex64, requires_grad=True)}, ONE, fs.zero3("dp")),
+        LayoutError,
+        "'w' is torch.complex64 and requires a gradient, and complex leaves are not trained. Pass torch.view_as_real(leaf)",
     ),
     "no strategy": (lambda: fs.plan(make(), ONE, None), LayoutError, "strategy has None, expected a Strategy such as zero3("),
     "a plan of a generator": (

@@ -67,6 +67,7 @@ def plan(
         PatternError: a pattern matches nothing, or patterns of units overlap.
         StrategyError: axes of a strategy or partition spec are not axes of the mesh.
         LayoutError: leaves of a unit have different rules, or a rule or precision does not fit.
+        LayoutError: a complex leaf requires a gradient, and ``frozen`` does not name it.
         OptionError: an option has a wrong type.
 
     Cost: no tensor is read or allocated. Time grows with the number of leaves, and not with the number of ranks.
@@ -93,6 +94,11 @@ def plan(
 
     def group_key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
+        if tensor.is_complex() and tensor.requires_grad and path not in frozen_paths:
+            raise LayoutError(
+                f"plan(): {path!r} is {tensor.dtype} and requires a gradient, and complex leaves are not trained. Pass "
+                "torch.view_as_real(leaf), and call torch.view_as_complex() in the function; or name the leaf in frozen=."
+            )
         dtypes = precision_of[path].resolve(tensor.dtype)
         if unknown := [axis for axis, _ in dtypes.wires if axis not in mesh.names]:
             raise LayoutError(

@@ -20,7 +20,7 @@ PlaceName = str | MeshPlacement
 
 _USE_REMEDY = (
     "Compute with it in a function: fs.forward(fn, unit, ..., comm=comm) calls fn with the unit's whole tensors. Outside of a "
-    "step fs.full_tree(tree, comm=comm) returns them."
+    "step fs.full_tree(tree, comm=comm) returns them. Of a gathered unit unit.tree() returns them."
 )
 
 
@@ -181,7 +181,8 @@ class Sharded:
     def _refuse_use_outside_forward(self, what: str) -> NoReturn:
         paths = [leaf.path for leaf in self.unit.leaves]
         facts = [("leaves", ", ".join(paths[:8]) + ", ..." * bool(paths[8:]))] if any(paths) else []
-        held = f"used in {what}, but outside of fs.forward() it is one node, a Sharded with this rank's part."
+        part = "all of its elements in flat buffers" if self.is_gathered else "this rank's part"
+        held = f"used in {what}, but outside of fs.forward() it is one node, a Sharded with {part}."
         raise TreeError(problem(f"unit {self.unit.display_name}", held, facts, _USE_REMEDY))
 
     def with_buffers(

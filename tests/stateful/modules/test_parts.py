@@ -315,6 +315,14 @@ REFUSED = {
     "random numbers": (lambda p, q: nn.init.normal_(p), r"'head\.weight' is sharded.*normal_\(\).*write=True"),
     "items": (lambda p, q: p.__setitem__(0, 0), r"'head\.weight' is sharded.*__setitem__"),
     "a hook": (lambda p, q: p.register_hook(print), r"register_hook\(\): parameter 'head\.weight'.*p\.grad\.mul_"),
+    "a vmap": (
+        lambda p, q: torch.vmap(lambda i: p * i)(torch.ones(2)),
+        r"mul\(\): 'head\.weight'.*of a torch\.func.*of shape \[\]",
+    ),
+    "a whole tensor of a jvp": (
+        lambda p, q: torch.func.jvp(lambda x: p + x, (torch.ones(11, 6),), (torch.ones(11, 6),)),
+        r"add\(\): 'head\.weight'.*of a torch\.func transformation",
+    ),
     "foreach of others": (lambda p, q: torch._foreach_copy_([p], [q]), r"_foreach_copy_\(\): 'head\.weight'.*'embed\.weight'"),
 }
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol, Self
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils.hooks import RemovableHandle
 
 from fsharp.errors import LayoutError, TreeError
@@ -444,11 +445,9 @@ def _elementwise(
             continue
         if is_in_place(name) and not isinstance(row[0], ShardedTensor):
             raise LayoutError(_mismatch_message(like, row[0], name))
-        for x in row:
-            if x is like or not isinstance(x, torch.Tensor):
-                continue
+        for x in (x for x in row if x is not like and isinstance(x, torch.Tensor)):
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._original_dtensor_sharding is None)
-            if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else not is_plain_whole:
+            if x._sharding_key != like._sharding_key if isinstance(x, ShardedTensor) else is_wrapped(x) or not is_plain_whole:
                 raise LayoutError(_mismatch_message(like, x, name))
     call = partial(func, *[_own_elements(x, likes) for x in args], **{k: _own_elements(x, likes) for k, x in kwargs.items()})
     out = _call_naming_part(call, name, next(like for like in likes if like is not None))
@@ -490,7 +489,8 @@ def _num_elements_text(part: ShardedTensor) -> str:
 
 
 def _mismatch_message(part: ShardedTensor, other: Any, name: str) -> str:
-    what = f"a tensor of shape {list(getattr(other, 'shape', ()))}, which is not cut"
+    kind = "tensor of a torch.func transformation," if isinstance(other, torch.Tensor) and is_wrapped(other) else "tensor"
+    what = f"a {kind} of shape {list(getattr(other, 'shape', ()))}, which is not cut"
     remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.flat_range)]`, and compute with "
     remedy += "`part.local`. Copies of parts, `part.detach().clone()`, are cut alike."
     if isinstance(other, ShardedTensor):
