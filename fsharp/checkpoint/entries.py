@@ -475,8 +475,9 @@ def _per_rank_entry(where: str, name: str, tensor: Any, comm: Comm) -> TensorEnt
 
 
 def _flatten_plain_tensor(where: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise TreeError(f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a dense tensor.")
+    if tensor.layout is not torch.strided or tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
+        raise TreeError(f"{where}: {name!r} is a {kind} of layout {tensor.layout}, expected a dense tensor.")
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
