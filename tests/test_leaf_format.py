@@ -50,6 +50,15 @@ def plain_losses():
     return simulate(STRATEGIES["ddp"][0], lambda comm: train(comm, "ddp", **SMALL).losses)[0]
 
 
+def test_each_tensor_of_scales_begins_at_a_multiple_of_16_bytes():
+    specs = {"_a": ((3,), torch.float32), "_b": ((2, 9), torch.uint8), "_c": ((), torch.float32)}
+    codec = LeafCodec(lambda shape: 52, lambda shape: [], _encode, _decode, scale_tensors=lambda shape: specs)
+    memory = torch.arange(52, dtype=torch.uint8)
+    found = codec.scales_by_suffix((3,), memory)
+    assert {name: x.view(-1).view(torch.uint8)[0].item() for name, x in found.items()} == {"_a": 0, "_b": 16, "_c": 48}
+    assert {name: (tuple(x.shape), x.dtype) for name, x in found.items()} == specs
+
+
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
 @on_ranks(STRATEGIES["zero3"][0])
 def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(comm, form, plain_losses):
