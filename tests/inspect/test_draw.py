@@ -11,12 +11,13 @@ import pytest
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.text import nbytes_text
-from fsharp.inspect.drawing import draw, timeline_in_order
+from fsharp.inspect.drawing import _boxes_to_draw, _pack_into_rows, _phase_spans, draw, timeline_in_order
 from fsharp.inspect.hardware import predict
 from fsharp.inspect.tables import table
 from fsharp.inspect.trace_events import perfetto
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
+from fsharp.stateful.timing.timeline import WAITING
 from tests.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(2)), unit("head")]
@@ -63,11 +64,40 @@ def test_svg_has_title_lanes_and_unit_names(tmp_path):
     timeline = predict(SCHEDULE, HARDWARE)
     draw(timeline, tmp_path / "step.svg", measured=predict(SCHEDULE, SLOW))
     text = (tmp_path / "step.svg").read_text()
+    busy = timeline.seconds(*{span.kind for span in timeline.spans if span.stream == "compute"} - {WAITING}) / timeline.step_s
+    assert f"<!-- busy {busy:.0%} -->" in text
     assert ET.fromstring(text).tag.endswith("svg")
     written = {line.strip()[5:-4] for line in text.splitlines() if line.strip().startswith("<!-- ")}
     assert {"compute", "gather", "reduce", "embed", "head", "forward 2", "backward 1", "seconds"} <= written
     assert any(line.startswith(f"predicted    step {timeline.step_s:.2f} s    exposed") for line in written)
     assert any(line.startswith("measured    step") for line in written)
+
+
+def test_boxes_of_a_lane_show_the_time_of_each_op_once_in_rows_without_overlaps():
+    timeline = predict(SCHEDULE, SLOW)
+    boxes = list(_boxes_to_draw(timeline))
+    shared = {(span.stream, span.start_s, span.stop_s): span.seconds for span in timeline.spans}
+    assert len(shared) < sum(span.seconds > 0 for span in timeline.spans)  # units that share a collective
+    assert sum(box.seconds for box in boxes) == pytest.approx(sum(shared.values()))
+    for lane in ("compute", "gather", "reduce"):
+        mine = [box for box in boxes if box.stream == lane]
+        rows = _pack_into_rows([*mine, *mine])
+        assert len(rows) == 2
+        assert all(a.stop_s <= b.start_s + 1e-6 for row in rows for a, b in pairwise(row))
+
+
+def test_phases_begin_and_end_with_their_ops():
+    timeline = predict(SCHEDULE, HARDWARE)
+    names, edges = [], [0.0]
+    for start, stop, text, _ in _phase_spans(timeline):
+        assert start == edges[-1]
+        names.append(text)
+        edges.append(stop)
+        phase = text.split()[0]
+        inside = [span for span in timeline.spans if span.kind == "compute" and start <= span.start_s < stop]
+        assert {span.phase for span in inside} == ({phase} if phase != "update" else set())
+    assert names == ["forward 1", "backward 1", "forward 2", "backward 2", "update"]
+    assert edges[-1] == timeline.step_s
 
 
 def test_op_order_shows_the_window_in_which_a_collective_can_hide():

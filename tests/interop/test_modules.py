@@ -248,7 +248,8 @@ def test_to_tensors_of_a_checkpoint_tree_and_back():
         "params": {"dense_0": {"kernel": [3, 2]}, "scales": {0: [2], 1: [1]}}
     }
     found["params"]["dense_0"]["kernel"].zero_()
-    assert tree["params"]["dense_0"]["kernel"].sum() == 6  # memory of its own
+    found["params"]["scales"][1].zero_()
+    assert (tree["params"]["dense_0"]["kernel"].sum(), tree["params"]["scales"][1].sum()) == (6, 1)  # memory of its own
     back = to_arrays(found, like=tree)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert back["params"]["step"] == 7
@@ -412,5 +413,7 @@ def test_leaves_that_do_not_hold_equally_many_layers_are_refused():
             unstack(tree)
     with pytest.raises(TreeError, match=r"layer 1 is .*\(3,\).*expected the shapes and dtypes of layer 0, .*\(2,\)"):
         stack([{"w": torch.ones(2)}, {"w": torch.ones(3)}])
+    with pytest.raises(TreeError, match=r"layer 1 is .*float16.*expected the shapes and dtypes of layer 0, .*float32"):
+        stack([{"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.float16)}])
     with pytest.raises(TreeError, match="expected at least one layer, got none"):
         stack([])

@@ -89,7 +89,17 @@ LAYOUT = fs.plan({"w": torch.empty(4)}, fs.Mesh({"dp": 1}), fs.ddp("dp"))
 
 
 @pytest.mark.parametrize(
-    "value", [torch.ones(2), torch.ones(1, device="meta"), Fraction(10**400), object(), {"a": b"bytes"}, b"1.5", {"a": LAYOUT}]
+    "value",
+    [
+        torch.ones(2),
+        torch.ones(1, device="meta"),
+        Fraction(10**400),
+        object(),
+        {"a": b"bytes"},
+        b"1.5",
+        bytearray(b"1.5"),
+        {"a": LAYOUT},
+    ],
 )
 def test_a_value_that_json_cannot_hold_is_named(value, tmp_path):
     with pytest.raises(FsharpError, match=r"log\(\): 'norm(\.a)?' is .*, expected a number, a tensor with one element"):

@@ -12,7 +12,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli import main
-from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page
+from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page, page_data, predicted_vs_measured_rows
 from fsharp.report.reading import read_log
 from fsharp.report.values import SPAN_FIELDS
 from tests.report.pages import browser as browser, fire, html_of, opened
@@ -55,6 +55,16 @@ def test_steps_that_are_made_again_count_once(run_dir):
     assert log.series["norms/head"] == {4: 3.0, 5: 3.0}
     assert (log.num_unreadable, log.saved, len(log.starts), sorted(log.own_s)) == (1, [4], 2, [0, 1, 2, 3])
     assert sorted(log.timelines) == ["measured", "predicted"]
+    _, both = timelines()
+    for kind, *seconds in predicted_vs_measured_rows(log.timelines)[2:]:
+        assert seconds == pytest.approx([both[name].seconds(kind) for name in ("predicted", "measured")])
+    assert [text for _, text, _ in page_data(log, "")["marks"]] == ["started again at step 4", "rank 1 is a <i>straggler</i>"]
+
+
+def test_curves_of_losses_come_first_and_then_those_of_throughput(tmp_path):
+    context = page_of_rows(tmp_path, [{"step": i, "time": 9 * i, "a": 1, "a_per_s": 1, "loss": 1} for i in range(3)])
+    assert json.loads(context.eval("JSON.stringify(Object.keys(data.series))")) == ["loss", "a_per_s", "a"]
+    assert json.loads(context.eval("JSON.stringify(data.last)")) == [2, 18]
 
 
 @pytest.mark.parametrize(
@@ -186,11 +196,19 @@ def test_values_that_are_not_finite_are_marked(nan, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['"step": 1e999, "time": 0', '"step": NaN, "time": 0', '"step": 1, "time": NaN', '"step": 1' + 400 * "0"]
+    "line",
+    [
+        '"step": 1e999, "time": 0',
+        '"step": NaN, "time": 0',
+        '"step": 1, "time": NaN',
+        '"step": 1, "time": -1',
+        '"step": 1, "time": 1e13',  # later than the dates of a browser
+        '"step": 1' + 400 * "0",
+    ],
 )
 def test_a_line_without_a_step_and_a_time_counts_as_cut(line, tmp_path):
-    context = page_of_rows(tmp_path, [{"step": 0, "loss": 1.0}, f'{{{line}, "loss": 2.0}}'])
-    assert "1 line of the log could not be read" in context.eval("element('summary').textContent")
+    context = page_of_rows(tmp_path, [{"step": 0, "loss": 1.0}, *[f'{{{line}, "loss": 2.0}}'] * 2])
+    assert "2 lines of the log could not be read" in context.eval("element('summary').textContent")
     assert "last: 1" in html_of(context, "value-0")
 
 
@@ -208,6 +226,7 @@ def test_values_of_other_programs_leave_the_page_whole(name, value, tmp_path):
     start = {"step": 0, "start": {"total": 9, "mesh": "m", "device": "cpu"}}
     context = page_of_rows(tmp_path, [start, {"step": 0, "loss": 1.5}, {"step": 1, "loss": 2.5, name: value}])
     assert "last: 2.5" in html_of(context, "value-0")
+    assert "newest checkpoint" not in context.eval("element('summary').textContent")
     assert not any(
         "could not be drawn" in html_of(context, each) for each in ("values", "ranks", "layout", "step", "environment")
     )
@@ -237,6 +256,8 @@ def test_of_many_events_the_newest_are_listed(tmp_path):
     count = 3 * MAX_EVENTS
     context = page_of_rows(tmp_path, [{"step": i, "loss": 1.0, "event": f"event {i}."} for i in range(count)])
     assert html_of(context, "value-0").count('class="mark bad"') == MAX_MARKS
+    marked = json.loads(context.eval("JSON.stringify(data.marks.map(row => row[0]))"))
+    assert (marked[0], marked[-1], len(set(marked))) == (0, count - 1, MAX_MARKS)
     events = html_of(context, "events")
     assert events.count("<tr>") == MAX_EVENTS + 1
     assert f"event {count - 1}." in events
