@@ -181,6 +181,17 @@ def test_sums_are_cut_before_replicas_are_added(comm, name):
     assert set(summed.buffers[0].tolist()) == {8.0}
 
 
+@pytest.mark.parametrize("strategy", [fs.zero3, fs.ddp])
+@on_ranks(fs.Mesh({"dp": 3}))
+def test_summands_of_a_narrow_dtype_are_added_in_the_accumulate_dtype(comm, strategy):
+    """In bfloat16 the second and the third would be lost, one after the other."""
+    summand = {"w": torch.full((5,), [1.0, 2**-8, 2**-8][comm.rank])}
+    layout = fs.plan(summand, comm.mesh, strategy("dp"), precision=fs.Precision(wire=torch.bfloat16))
+    partial = fs.shard_for(summand, layout, comm.rank, place=strategy("dp").full.cotangent_place)
+    whole = fs.full_tree(fs.reduce_scatter(partial, comm=comm), comm=comm)
+    assert whole["w"].tolist() == [1 + 2**-7] * 5
+
+
 @pytest.mark.parametrize("axes", [("o", "i"), ("i", "o")])
 @on_ranks(fs.Mesh({"o": 2, "i": 2}))
 def test_finer_axes_are_gathered_first(comm, axes):

@@ -8,10 +8,22 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
+import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.text import nbytes_text
-from fsharp.inspect.drawing import _boxes_to_draw, _pack_into_rows, _phase_spans, draw, timeline_in_order
+from fsharp.inspect.drawing import (
+    _boxes_to_draw,
+    _draw_memory,
+    _DrawingStyle,
+    _fill_colour,
+    _pack_into_rows,
+    _phase_spans,
+    _write_first_that_fits,
+    draw,
+    timeline_in_order,
+)
 from fsharp.inspect.hardware import predict
 from fsharp.inspect.tables import table
 from fsharp.inspect.trace_events import perfetto
@@ -98,6 +110,34 @@ def test_phases_begin_and_end_with_their_ops():
         assert {span.phase for span in inside} == ({phase} if phase != "update" else set())
     assert names == ["forward 1", "backward 1", "forward 2", "backward 2", "update"]
     assert edges[-1] == timeline.step_s
+
+
+def test_the_curve_of_memory_reaches_from_begin_to_end_in_the_unit_of_its_axis():
+    from matplotlib.figure import Figure
+
+    layout = fs.plan([torch.empty(64, 64, device="meta")] * 3, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="*")
+    timeline = predict(fs.schedules.plan_step(layout), HARDWARE)
+    axes = Figure().subplots()
+    _draw_memory(axes, [timeline], [""], _DrawingStyle({}, timeline.step_s, 1.0, True, []))
+    seconds, values = axes.lines[0].get_data()
+    assert axes.get_ylabel() == "arena, KiB"
+    assert [*zip(seconds, values)] == [*((s, n / 1024) for s, n in timeline.memory), (timeline.step_s, values[-1])]
+
+
+@pytest.mark.parametrize(("inches", "shown"), [(0.9, ["layers.10"]), (0.3, ["10"]), (0.1, [])])
+def test_a_box_has_the_first_name_that_fits(inches, shown):
+    from matplotlib.figure import Figure
+
+    axes, style = Figure().subplots(), _DrawingStyle({}, 1.0, 0.5, True, [])
+    _write_first_that_fits(axes, ["layers.10", "10"], 0.0, 0.5 * inches, 0.0, "white", style)
+    assert [text.get_text() for text in axes.texts] == shown
+
+
+def test_a_unit_is_paler_in_the_forward():
+    colours = {"embed": (0.2, 0.4, 0.6)}
+    spans = {s.phase: s for s in predict(SCHEDULE, HARDWARE).spans if (s.unit, s.kind) == ("embed", "compute")}
+    assert _fill_colour(spans["forward"], colours) == (0.2, 0.4, 0.6, 0.65)
+    assert _fill_colour(spans["backward"], colours) == (0.2, 0.4, 0.6)
 
 
 def test_op_order_shows_the_window_in_which_a_collective_can_hide():

@@ -14,7 +14,7 @@ import fsharp as fs
 from fsharp.cli import main
 from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page, page_data, predicted_vs_measured_rows
 from fsharp.report.reading import read_log
-from fsharp.report.values import SPAN_FIELDS
+from fsharp.report.values import SPAN_FIELDS, plain_timeline
 from tests.report.pages import browser as browser, fire, html_of, opened
 
 
@@ -55,10 +55,17 @@ def test_steps_that_are_made_again_count_once(run_dir):
     assert log.series["norms/head"] == {4: 3.0, 5: 3.0}
     assert (log.num_unreadable, log.saved, len(log.starts), sorted(log.own_s)) == (1, [4], 2, [0, 1, 2, 3])
     assert sorted(log.timelines) == ["measured", "predicted"]
-    _, both = timelines()
-    for kind, *seconds in predicted_vs_measured_rows(log.timelines)[2:]:
-        assert seconds == pytest.approx([both[name].seconds(kind) for name in ("predicted", "measured")])
     assert [text for _, text, _ in page_data(log, "")["marks"]] == ["started again at step 4", "rank 1 is a <i>straggler</i>"]
+
+
+def test_ops_that_share_a_collective_count_once_in_what_is_compared():
+    layout, _ = timelines()
+    schedule = fs.schedules.plan_step(layout, fs.SchedulePolicy(bucket_nbytes=10**6))
+    timeline = fs.inspect.predict(schedule, fs.inspect.Hardware(compute_times=(1e-3, 2e-3), bandwidth=1e7))
+    rows = predicted_vs_measured_rows(dict.fromkeys(("predicted", "measured"), plain_timeline(timeline)))
+    assert {kind: seconds for kind, *seconds in rows[2:]} == {
+        kind: pytest.approx([timeline.seconds(kind)] * 2) for kind in {span.kind for span in timeline.spans if span.seconds}
+    }
 
 
 def test_curves_of_losses_come_first_and_then_those_of_throughput(tmp_path):

@@ -6,6 +6,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import OptionError, TreeError
+from fsharp.stateful.modules.optim.probe import UpdateScope, probe_update_scope
 from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, descend, train, values
@@ -60,6 +61,17 @@ class Large(torch.optim.SGD):
             for p in group["params"]:
                 if p.grad is not None and p.numel() > 64:
                     p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
+class Normed(torch.optim.SGD):
+    """Looks at the norm of each parameter's gradient, and at no shape."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm())
         return super().step(closure)
 
 
@@ -163,6 +175,20 @@ def test_a_learning_rate_of_zero_hides_nothing(comm):
     model = wrapped(comm, fs.zero3("dp"))
     with pytest.raises(TreeError, match="Lamb looks at"):
         fs.ShardedOptimizer(model.parameters(), Lamb, lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("cls", "scope"),
+    [
+        (Kept, UpdateScope.ELEMENT),
+        (Normed, UpdateScope.PARAMETER),
+        (Lamb, UpdateScope.PARAMETER),
+        (torch.optim.Adafactor, UpdateScope.PARAMETER),
+        (Clipped, UpdateScope.EVERYTHING),
+    ],
+)
+def test_what_an_update_looks_at_is_found_by_trials(cls, scope):
+    assert probe_update_scope(cls, {}, {"lr": 0.1}, torch.device("cpu")) is scope
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
