@@ -21,7 +21,7 @@ from tests.forked_python import forked, printed
 
 
 def test_results_come_in_order_of_rank_closures_and_steps_travel_and_no_process_prints(capfd):
-    """A step holds functions of this library that cloudpickle sends by value."""
+    """A step holds functions of this library that cloudpickle sends by value. The ranks are new interpreters."""
     torch.ones(300, 300, requires_grad=True).square().sum().backward()  # this process has used autograd and its threads
     factor, tx = 3.0, fs.optim.sgd(0.5)
     train_step = fs.train_step(lambda params, x, comm: fs.forward(lambda p, x: (p["w"] * x).sum(), params, x, comm=comm), tx)
@@ -133,7 +133,8 @@ def test_launches_of_several_threads_leave_logging_as_it_was(tmp_path):
     assert logging.root.manager.disable == before
 
 
-def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
+@forked
+def test_with_restarts_a_rank_prints_its_own_error_alone():
     def rank_fn():
         comm = fs.connect(fs.Mesh({"dp": 2}))
         if comm.rank == 1:
@@ -142,9 +143,8 @@ def test_with_restarts_a_rank_prints_its_own_error_alone(capfd):
 
     with pytest.raises(CommError, match="ValueError: no such thing"):
         fs.launch(rank_fn, 2, restarts=1)
-    _, err = capfd.readouterr()
-    assert err.count("Traceback") == 1, err
-    assert "launch(): rank 0 ends because of another rank: CommError: fsharp: rank 1 has left the job" in err
+    assert printed().count("Traceback") == 1
+    assert "launch(): rank 0 ends because of another rank: CommError: fsharp: rank 1 has left the job" in printed()
 
 
 def test_a_mesh_that_does_not_fit_a_rank_of_another_launcher_says_that_no_process_was_started(monkeypatch):
