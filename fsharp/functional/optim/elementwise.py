@@ -49,18 +49,24 @@ class MomentumState(NamedTuple):
 def schedule_value(schedule: ScalarOrSchedule, count: Any, name: str = "learning_rate") -> Any:
     """Return the value of ``schedule`` after ``count`` updates: a float; or a tensor, if ``count`` is a tensor too.
 
-    Raises OptionError, with ``name``, if the value is not a number.
+    Raises OptionError, with ``name``, if the value is not a finite number. A tensor is not checked: the host would wait for it.
     """
     value: Any = schedule(count) if callable(schedule) else schedule
     return value if isinstance(count, torch.Tensor) and isinstance(value, torch.Tensor) else as_float(name, count, value)
 
 
 def as_float(name: str, argument: Any, value: Any) -> float:
-    """Return the ``value`` of ``name(argument)``, an option, as a float. Raises OptionError if ``value`` is not a number."""
+    """Return the ``value`` of ``name(argument)``, an option, as a float.
+
+    Raises OptionError if ``value`` is not a number, or is infinite or NaN: an update would lose all parameters.
+    """
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError) as error:
         raise OptionError(f"update(): {name}({argument!r}) is {value!r:.80}, expected a number.") from error
+    if not math.isfinite(number):
+        raise OptionError(f"update(): {name}({argument!r}) is {number}, expected a finite number.")
+    return number
 
 
 def numbers_per_leaf(params: Any, **rules: PerPath) -> dict[str, dict[str, float]]:

@@ -1,5 +1,6 @@
 """partition and masked: labels of plan or by path, and leaves that are frozen, empty or scalars."""
 
+import math
 import re
 
 import optree
@@ -94,6 +95,11 @@ NO_NUMBERS = {
     "per path": (
         lambda: fs.optim.sgd(0.1, weight_decay=lambda path: None),
         "weight_decay('none') is None, expected a number",
+    ),
+    "NaN": (lambda: fs.optim.sgd(lambda count: math.nan), "learning_rate(0) is nan, expected a finite number"),
+    "infinite": (
+        lambda: fs.optim.adamw(0.1, weight_decay=lambda path: math.inf),
+        "weight_decay('none') is inf, expected a finite number",
     ),
     "MultiSteps": (
         lambda: fs.optim.MultiSteps(fs.optim.sgd(0.1), lambda count: None),
