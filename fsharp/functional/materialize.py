@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import optree
@@ -10,7 +11,7 @@ import torch
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.checked_units import checked_units_of
-from fsharp.functional.comm.equal_values import check_same_on_ranks
+from fsharp.functional.comm.equal_values import check_same_on_ranks, exact_text
 from fsharp.functional.comm.protocol import Comm, reporting_format_errors
 from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.layout.layout import Layout
@@ -154,7 +155,8 @@ def init_params(
     Raises:
         PatternError: a pattern matches no leaf, or no pattern matches a leaf.
         MeshError: ``comm`` is on another mesh than the layout.
-        AgreementError: ranks have different layouts or keys.
+        AgreementError: ranks have different layouts, keys or initializers. Initializers of leaves that vary along an axis are
+            not compared, and functions of your own only by name.
 
     Cost: a rank draws all elements of each leaf of which it holds a part. One collective of 40 bytes for each axis.
     """
@@ -166,8 +168,12 @@ def init_params(
         rules = initializers if isinstance(initializers, Mapping) else {"**": initializers}
         return value_by_path("init_params()", rules, paths)
 
-    fields = {**unit_texts_by_property(layout.units), "key": repr(key)}
-    chosen = check_on_all_ranks("init_params()", comm, check, lambda _: fields)
+    def fields(chosen: Mapping[str, Initializer]) -> dict[str, str]:
+        shared = [unit.path_in_tree(leaf) for unit in layout.units if not unit.varying_axes for leaf in unit.leaves]
+        rules = "\n".join(f"{path}: {exact_text(chosen[path])}" for path in shared if path in chosen)  # tied leaves have none
+        return {**unit_texts_by_property(layout.units), "key": repr(key), "initializers": rules}
+
+    chosen = check_on_all_ranks("init_params()", comm, check, fields)
     target = torch.device(device) if device is not None else comm.device
     nodes = []
     for unit in layout.units:
@@ -210,13 +216,13 @@ def _check_mesh(where: str, layout: Layout, comm: Comm) -> None:
 @options_checked
 def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
     """Return an initializer that fills a leaf with normally distributed values."""
-    return lambda t, g: t.normal_(mean, std, generator=g)
+    return partial(_fill_normal, std=std, mean=mean)  # ranks compare the numbers of a partial
 
 
 @options_checked
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
     """Return an initializer that fills a leaf with uniformly distributed values in [low, high)."""
-    return lambda t, g: t.uniform_(low, high, generator=g)
+    return partial(_fill_uniform, low=low, high=high)
 
 
 @options_checked
@@ -229,3 +235,11 @@ def zeros(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 def ones(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     """Fill ``t`` with ones in place, and return ``t``. This function is itself an initializer; it does not use ``g``."""
     return t.fill_(1)
+
+
+def _fill_normal(t: torch.Tensor, g: torch.Generator, *, std: float, mean: float) -> torch.Tensor:
+    return t.normal_(mean, std, generator=g)
+
+
+def _fill_uniform(t: torch.Tensor, g: torch.Generator, *, low: float, high: float) -> torch.Tensor:
+    return t.uniform_(low, high, generator=g)

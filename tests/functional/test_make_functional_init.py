@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import TreeError
+from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import processes, simulate
 from tests.gpt_like import make_params
 from tests.ranks import on_ranks
@@ -111,27 +111,46 @@ def test_initial_values_depend_on_key_and_path_alone():
         torch.utils._pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), got, expected)
 
 
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda rank: fs.init.normal(1.0 + rank), r"v: partial.*'std': 1\.0.*\n.*rank 1: v: partial.*'std': 2\.0"),
+        (
+            lambda rank: {"**": fs.init.uniform(), "w": (fs.init.ones, fs.init.zeros)[rank]},
+            r"w: <function ones.*\n.*function zeros",
+        ),
+    ],
+)
+@on_ranks(fs.Mesh({"dp": 1, "ep": 2}))
+def test_ranks_compare_initializers(comm, make, match):
+    layout = fs.plan({"w": torch.empty(4), "v": torch.empty(3)}, comm.mesh, fs.zero3("dp", "ep"), units=["w"])
+    with pytest.raises(AgreementError, match=r"initializers  rank 0: " + match):
+        fs.init_params(make(comm.rank), layout, comm, key=0)
+    vary = fs.plan({"w": torch.empty(4)}, comm.mesh, fs.zero3("dp").varying("ep"))
+    mine = fs.init_params(lambda t, g: t.fill_(comm.rank), vary, comm, key=0)
+    assert fs.init_params((fs.init.zeros, fs.init.ones)[comm.rank], vary, comm, key=0).buffers[0].eq(mine.buffers[0]).all()
+
+
 def test_init_holds_one_leaf_beyond_its_shards():
     """Every draw is dead when the next begins."""
     import weakref
 
-    alive, most = weakref.WeakSet(), []
-
-    def fill(t, g):
-        alive.add(t.untyped_storage())
-        most.append(len(alive))
-        t.zero_()
-
     layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
 
     def rank_fn(comm):
-        if comm.rank == 0:
-            return fs.init_params(fill, layout, comm, key=0)
-        return fs.init_params(fs.init.zeros, layout, comm, key=0)
+        alive, most = weakref.WeakSet(), []
 
-    simulate(DP, rank_fn)
-    assert set(most) == {1}
-    assert len(most) > 5
+        def fill(t, g):
+            alive.add(t.untyped_storage())
+            most.append(len(alive))
+            t.zero_()
+
+        fs.init_params(fill, layout, comm, key=0)
+        return most
+
+    found = simulate(DP, rank_fn)
+    assert all(set(most) == {1} for most in found)
+    assert len(found[0]) > 5
 
 
 def test_a_rank_draws_only_what_it_holds_a_part_of():
