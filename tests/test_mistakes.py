@@ -65,7 +65,7 @@ MISTAKES = {
         "unit (root) is on the meta device, and",
     ),
     "loss without comm": (lambda: fs.train_step(lambda p, x: 0, fs.optim.sgd(1)), LossError, "and takes (p, x)."),
-    "comm by position": (lambda: fs.value_and_grad(total3)(part(), 0, ONLY), OptionError, "grad_fn(params, batch, *, comm, "),
+    "comm by position": (lambda: fs.value_and_grad(total3)(part(), 0, ONLY), OptionError, "grad_fn(params, batch, comm=comm, "),
     "comm of a scheduler": (
         lambda: fs.Scheduler(ONLY)(total3)(part(), 0, comm=ONLY),
         OptionError,
