@@ -3,13 +3,14 @@
 Parameters are explicit pytrees. Every operation on them is a pure function. A strategy says which rank holds which tensors.
 
 Glossary
+    rank        a process of the job, and its number; in :func:`~fsharp.testing.simulate` a thread.
     axis        a named dimension of the mesh; a *dim* is a dimension of a tensor.
     mesh        the ranks, arranged in a grid with named axes (:class:`Mesh`).
     at rest     between uses: a tensor rests where a rank holds it while no function uses it.
     placement   how the ranks along one axis hold a tensor: Replicate, Shard, Partial or Varying.
     place       one placement for each axis: where one kind of tensor rests (:class:`~fsharp.layouts.MeshPlacement`).
     strategy    the places of parameters, of gradients and of optimizer state (:class:`Strategy`).
-    spec        the axes that cut each dim of a leaf, as JAX's PartitionSpec; it stands for a strategy (:class:`P`).
+    spec        the mesh axes that cut each dim of a leaf, as JAX's PartitionSpec; write it in place of a strategy (:class:`P`).
     unit        a subtree whose leaves are gathered, used and released together.
     group       leaves of a unit that share a flat buffer: equal dtypes, equal labels, all trained or all frozen.
     atom        elements that stay on one rank together: ``ElementAtom``, ``RowsAtom`` or ``LeafAtom`` of :mod:`fsharp.layouts`.
@@ -20,7 +21,7 @@ Glossary
     use         one call of a function on a unit, with the backward of this call.
     program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
     schedule    when each unit moves, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
-    arena       the memory in which a schedule gives addresses to the buffers of a step.
+    arena       the block of memory in which a schedule gives addresses to the buffers of a step.
     slot        the address of a unit's full parameters in the arena; a unit is *resident* while they are there.
     policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).
     main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
@@ -32,7 +33,7 @@ Glossary
     issue       of an op or collective: the host starts it, or queues it on a stream.
     bucket      neighbouring units whose data move in one collective. Their ops have the same bucket number.
     facts       sizes and collectives of a unit, for the compiler of schedules (:class:`~fsharp.schedules.UnitFacts`).
-    piece       in a checkpoint, the elements of a flattened tensor that one rank holds; a *chunk* is those in one file.
+    piece       in a checkpoint, the elements of a flattened tensor that one rank holds; a *chunk* is the elements in one file.
     trial       a run on small or meta tensors: of a transformation (:func:`init_state` tests it), or of units (:func:`tune`).
 """
 
