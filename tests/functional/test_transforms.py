@@ -217,7 +217,7 @@ SAME_BUFFERS = {
 @on_ranks(DP)
 def test_nodes_with_the_buffers_of_parameters_in_a_format_get_their_gradients(comm, change, scheduled):
     layout = fs.plan(make_tree(), DP, fs.zero3("dp"), units="*", frozen="a.b", precision=fs.Precision(stored=fs.formats.mxint8))
-    params = fs.shard(make_tree(), layout, comm)
+    params = fs.shard(make_tree(), layout, comm, dtype="compute")
     found = []
     for fn in (lambda params: params, SAME_BUFFERS[change]):
 

@@ -189,8 +189,10 @@ class Strategy:
         count = {axis: [r.params, r.grads, r.optim].count(Shard) for axis, r in rules.items()}
         order = tuple(sorted(count, key=lambda axis: -count[axis]))
         object.__setattr__(self, "axis_order", order)
+        places = dict[MeshPlacement, MeshPlacement]()
         for kind in ("params", "grads", "optim"):
-            object.__setattr__(self, kind, MeshPlacement(order, tuple(getattr(rules[axis], kind) for axis in order)))
+            place = MeshPlacement(order, tuple(getattr(rules[axis], kind) for axis in order))
+            object.__setattr__(self, kind, places.setdefault(place, place))  # equal places are one object: cheap to compare
         full = tuple(Varying if rules[axis].params is Varying else Replicate for axis in order)
         object.__setattr__(self, "full", MeshPlacement(order, full))
         kinds = {kind: {a for a, r in rules.items() if getattr(r, kind) is Shard} for kind in ("params", "grads")}
