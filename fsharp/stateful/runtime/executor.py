@@ -21,7 +21,7 @@ from fsharp.stateful.units.axis_chain import ChainInput, GatherInput, gather_alo
 from fsharp.stateful.units.gradient_route import Grads
 from fsharp.stateful.units.host_copies import HostDeviceCopies
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.stateful.units.unsharded_buffer import buffers_stamp
+from fsharp.stateful.units.unsharded_buffer import UnshardedBuffer, buffers_stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 
@@ -247,10 +247,9 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _bind_decode_or_release(executor: Executor, bound: BoundOp) -> Action:
+def _bind_method(method: Callable[[UnshardedBuffer], None], executor: Executor, bound: BoundOp) -> Action:
     assert bound.unsharded is not None
-    action = bound.unsharded.decode if bound.spec is ops.DECODE else bound.unsharded.release
-    return executor.action_after_waits(bound, action)
+    return executor.action_after_waits(bound, partial(method, bound.unsharded))
 
 
 def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
@@ -386,8 +385,8 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.WAIT: _bind_wait,
     ops.UPDATE_WAIT: _bind_update_wait,
     ops.COMPUTE: lambda executor, bound: do_nothing,
-    ops.DECODE: _bind_decode_or_release,
-    ops.RELEASE: _bind_decode_or_release,
+    ops.DECODE: partial(_bind_method, UnshardedBuffer.decode),
+    ops.RELEASE: partial(_bind_method, UnshardedBuffer.release),
     ops.CAST: _bind_gradient_cast,
     ops.ENCODE: _bind_encode,
     ops.FINAL_ENCODE: _bind_encode,

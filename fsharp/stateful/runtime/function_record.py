@@ -207,7 +207,7 @@ class FunctionRecords:
         number = self._names[name]
         if number == 4 and self._calls[name] == 3:  # so no call could follow a schedule
             text = "and each was called once: if a loop wraps a function in each step, wrap it once, before the loop."
-            warnings.warn(f"the scheduler got {number} functions with the name {name!r}, {text}", stacklevel=4)
+            warnings.warn(f"the scheduler got {number} functions with the name {name!r}, {text}", stacklevel=5)
         record = FunctionRecord(f"{name} ({number})" if number > 1 else name)
         self._alive.add(record)
         return record

@@ -1,8 +1,5 @@
 """Weights of torchao that have FSDP2's hooks: Float8Linear's, and those computed with in MXFP8. The bits are FSDP2's."""
 
-import importlib.util
-
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,7 +7,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsharp as fs
 from fsharp.testing.process_ranks import _Launcher, _run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 RATE, RANKS, STEPS = 0.1, 2, 3
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32)
 

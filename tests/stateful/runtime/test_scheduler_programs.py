@@ -543,8 +543,11 @@ def test_a_function_that_is_wrapped_in_each_step_is_called_slow():
             state, _ = step(state, batch)
 
     simulate(DP, partial(program, wrap_once=True))
-    with pytest.warns(UserWarning, match="4 functions with the name 'train_step.step'.* wrap it once, before the loop"):
+    with pytest.warns(
+        UserWarning, match="4 functions with the name 'train_step.step'.* wrap it once, before the loop"
+    ) as warned:
         simulate(DP, partial(program, wrap_once=False))
+    assert {each.filename for each in warned} == {__file__}, "the line of the user's call"
 
 
 def test_labels_are_made_only_for_a_transport_whose_ranks_compare_them(monkeypatch):
