@@ -106,5 +106,5 @@ _WITHIN = (
 
 
 def __dir__() -> list[str]:
-    """Return the names that users type, without the folders and files of the implementation."""
+    """Return the public names, for ``dir(fsharp)`` and tab completion. Modules of the implementation are left out."""
     return sorted(name for name in globals() if name not in _WITHIN and (name == "__version__" or not name.startswith("_")))

@@ -15,11 +15,14 @@ class FsharpError(Exception):
 
 
 class MeshError(FsharpError, ValueError):
-    """A mesh, axis name, rank or world size is wrong, or does not match another one."""
+    """A mesh, axis name, rank or world size is wrong, or two meshes differ that have to be equal."""
 
 
 class StrategyError(FsharpError, ValueError):
-    """A strategy or a partition spec is illegal, such as one that names an axis twice, or its axes do not fit the mesh."""
+    """A strategy or a partition spec is illegal, or its axes do not fit the mesh.
+
+    Examples: ``P("dp", "dp")`` names an axis twice; ``zero3("tp")`` names an axis that ``Mesh({"dp": 8})`` lacks.
+    """
 
 
 class OptionError(FsharpError, TypeError):
@@ -35,11 +38,11 @@ class LayoutError(FsharpError, ValueError):
 
 
 class FormatError(LayoutError):
-    """A format's ``encode`` or ``decode`` raised an error, or returned other arrays than the format declares (its planes)."""
+    """A format's ``encode`` or ``decode`` raised an error, or returned other arrays (*planes*) than the format declares."""
 
 
 class TreeError(FsharpError, TypeError):
-    """A tree has an unexpected structure, leaf or dtype, or its tensors are in an unexpected place, such as gathered."""
+    """A tree has an unexpected structure, leaf or dtype, or is gathered where a function expects it at rest, or the reverse."""
 
 
 class LossError(FsharpError, TypeError):
@@ -54,7 +57,8 @@ class AgreementError(FsharpError, RuntimeError):
     """Ranks got different trees, layouts or settings, or some ranks have failed. All ranks raise this error with the same text.
 
     Attributes:
-        is_own: whether this rank has failed, and not only other ranks. The error of this rank is then the ``__cause__``.
+        is_own: True if this rank has failed; the ``__cause__`` is then this rank's own error. False if only other ranks have
+            failed, or if no rank has failed.
     """
 
     is_own = False

@@ -43,8 +43,8 @@ def _reset_caller_compiler(token: Token[Any]) -> None:
 def disable_compile(function: F) -> F:
     """Wrap ``function`` so that torch.compile does not compile it: a graph ends before each call, and another begins after it.
 
-    Tracebacks of its errors leave out the library's frames. If the function fails with an argument of the wrong type, the error
-    names the argument.
+    Tracebacks of the function's errors leave out the library's frames. If the function fails because an argument has the wrong
+    type, an OptionError names the argument.
     """
 
     @functools.wraps(function)
@@ -93,7 +93,11 @@ skip_frame(call_compiled_like_caller)
 
 @contextmanager
 def without_compiling_user_functions() -> Iterator[None]:
-    """Return a context in which :func:`call_compiled_like_caller` compiles nothing, as forwards with recomputation need."""
+    """Return a context in which :func:`call_compiled_like_caller` compiles no function of the user.
+
+    A forward that is recomputed in the backward runs in this context. The recomputation is not compiled, and has to save the
+    same tensors as the forward.
+    """
     token = _compiler.set(None)
     try:
         yield

@@ -118,7 +118,7 @@ def traceback_text(error: BaseException) -> str:
     """Return the text of an error and its traceback, to send to other ranks.
 
     Frames of this library are removed from the error's traceback first, as by :func:`hide_frames`. The text lacks
-    :data:`HINT`, the line about hidden frames: an error that another rank raises with this text gets that line itself.
+    :data:`HINT`, the line about hidden frames: the other rank adds this line when it raises an error with the text.
     """
     if isinstance(error, Exception):
         _remove_library_frames(error)
@@ -155,7 +155,7 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def _without_library_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without this library's frames, and torch's and Python's below them; the same object if it has none."""
+    """Return ``trace`` without this library's frames, and torch's and Python's below them; ``trace`` itself if it has none."""
     kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
     while each is not None:
         module = str(each.tb_frame.f_globals.get("__name__"))

@@ -147,7 +147,7 @@ def _name_in_errors(fn: Callable[..., Any]) -> str:
 
 
 def can_bind_partial(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Return whether a function has parameters for these arguments, and perhaps for more. True without a signature."""
+    """Return whether ``fn`` accepts these arguments, perhaps with further ones. True if ``fn`` has no signature."""
     try:
         inspect.signature(fn, follow_wrapped=False).bind_partial(*args, **kwargs)
     except TypeError:
@@ -158,17 +158,19 @@ def can_bind_partial(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def check_computes_when_called(what: str, fn: Callable[..., Any], error_type: type[FsharpError]) -> None:
-    """Raise an ``error_type`` if a function is a generator or coroutine. ``what`` names the function, to begin the message."""
+    """Raise an ``error_type`` if ``fn`` is a generator or coroutine. ``what``: name of ``fn``, for the message."""
     if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
         raise error_type(f"{what} is a generator or coroutine, which computes after it has returned: return a value instead.")
 
 
 def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise an OptionError if the call ``fn(*args, **kwargs)``, which raised ``error``, does not fit the signature of ``fn``.
+    """After the call ``fn(*args, **kwargs)`` has raised ``error``, raise an OptionError if the arguments do not fit ``fn``.
+
+    Do nothing if the arguments fit. The caller then raises ``error`` again.
 
     Raises:
-        OptionError: the call does not fit. The message has the unknown argument and the most similar known one, or else the
-            signature of ``fn``.
+        OptionError: the arguments do not fit. About an unknown keyword the message says which argument of ``fn`` is the most
+            similar one. If none is similar, or the call is wrong for another reason, the message shows how ``fn`` is called.
     """
     if type(error) is not TypeError:
         return
@@ -187,7 +189,7 @@ def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tu
 
 
 def _arguments_text(parameters: Sequence[inspect.Parameter]) -> str:
-    """Return the arguments of a call as text, with names where arguments are passed by name: ``tree, comm=comm``."""
+    """Return a function's parameters as the arguments of a call, with the names of keyword-only ones: ``tree, comm=comm``."""
     texts = []
     for each in parameters:
         by_name = each.kind is each.KEYWORD_ONLY
@@ -227,7 +229,7 @@ def options_checked(target: F) -> F:
 
 
 def signature_checked(target: F) -> F:
-    """Wrap a function or a class. A misfit call raises the OptionError of :func:`check_call_fits_signature`."""
+    """Wrap a function or a class: a call whose arguments do not fit the signature raises an OptionError."""
     return _wrap_call_or_init(target)
 
 

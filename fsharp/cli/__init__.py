@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line_of_box(box: str) -> str:
-    """Return the text of a box of tyro as one line, shortened, without frame and footer. ``". "`` joins its paragraphs."""
+    """Return the text in a box that tyro prints as one short line, without frame and footer. ``". "`` joins paragraphs."""
     box = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [re.sub(r"^[\s\u2500-\u257f|+]+|[\s\u2500-\u257f|+]+$", "", line) for line in box.splitlines()[1:-1]]
     parts = [" ".join(part.split()) for part in re.split(r"\n-*\n", "\n".join(lines))]
@@ -120,7 +120,7 @@ def _line_of_error(error: str) -> str:
 
 
 def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[..., Callable[[], str]]:
-    """Return a function that tyro can parse, with a help without line breaks, and that returns the call to be made."""
+    """Return a function for tyro to parse, with line breaks removed from its help. It returns ``command`` bound to options."""
 
     def call(*args: Any, **options: Any) -> Callable[[], str]:
         return partial(command, *args, **options)

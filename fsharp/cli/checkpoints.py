@@ -74,7 +74,7 @@ def _check_folder_of_checkpoints(command: str, root: str) -> None:
 
 
 def _check_is_checkpoint(command: str, path: str) -> None:
-    """Raise an OptionError if there is nothing at ``path`` that may be a checkpoint. A damaged checkpoint is no such error."""
+    """Raise an OptionError if there is no checkpoint at ``path``. A damaged checkpoint raises nothing here."""
     if not is_checkpoint(path):
         inside = [f", such as {path}/{name}" for name in names_last_saved_first(absolute_path(path))[:1]]
         raise OptionError(f"{command}: {path!r} is not a checkpoint. Pass the path of one{''.join(inside)}.")
@@ -168,7 +168,10 @@ def _difference_text(x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the largest difference between elements of two tensors; 0 between equal infinities, and between two NaNs."""
+    """Return the largest difference of two elements at the same position. A NaN differs from a number by NaN.
+
+    Two equal infinities differ by 0, and so do two NaNs.
+    """
     if x.dtype == torch.int64:  # in two halves, as float64 has 53 bits
         high, low = (x >> 32) - (y >> 32), (x & 0xFFFFFFFF) - (y & 0xFFFFFFFF)
         return (high.double() * 2**32 + low.double()).abs().max().item()
@@ -179,12 +182,12 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None) -> str:
-    """Remove the checkpoints of a folder that no option keeps. First check that at least one checkpoint to keep is intact.
+    """Remove the checkpoints of a folder, except those that the options keep. If all of these are damaged, remove nothing.
 
     Args:
         root: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
-        best: number of checkpoints with the lowest metric to keep as well.
+        best: number of checkpoints with the lowest metric to keep as well. The metric is the number that was saved with each.
         keep_steps: length of an interval in steps. The last checkpoint of each interval is kept as well.
     """
     _check_folder_of_checkpoints("ckpt prune", root)
@@ -214,8 +217,7 @@ def export(
             torch.distributed.checkpoint, orbax for JAX.
         subtree: part of the checkpoint to export, such as params; all by default.
         dtype: dtype to which floating-point tensors are rounded, such as bfloat16; for safetensors and torch.
-        stack: lists of layers, each with the dim at which its layers are stacked, as lax.scan takes them: --stack layers 0; for
-            orbax alone.
+        stack: for orbax alone: --stack layers 0 stacks the layers in the list "layers" along dim 0, as lax.scan takes them.
     """
     if stack and to != "orbax":
         raise OptionError(f"ckpt export: stack is {dict(stack)!r}, which is for orbax alone.")
@@ -255,8 +257,8 @@ def convert(
 ) -> str:
     """Convert a checkpoint of another library to an fsharp checkpoint, which has digests. No code in the files runs.
 
-    fsharp also loads files of safetensors and of torch.save as they are. Tensors of dcp are compared with the checksums that
-    torch writes beside them, unless torch was told to write none. Names and shapes have no checksums.
+    fsharp also loads files of safetensors and of torch.save directly. Tensors of dcp are compared with the checksums that torch
+    writes beside them, unless torch was told to write none. Names and shapes have no checksums.
 
     Args:
         folder: folder of the other library's checkpoint, or one file of safetensors or of torch.save.
@@ -264,8 +266,8 @@ def convert(
         of: dcp is torch.distributed.checkpoint, orbax is of JAX, safetensors and torch are files as Hugging Face writes them:
             model.safetensors or pytorch_model.bin, or several files with an index.
         step: number of the step, for the name of the new checkpoint.
-        unstack: subtrees whose leaves hold all layers, as lax.scan takes them, each with the dim that counts layers. With
-            --unstack params.layers 0 each layer gets tensors of its own; for orbax alone.
+        unstack: for orbax alone: --unstack params.layers 0 cuts each leaf of the subtree "params.layers" along dim 0 into one
+            tensor for each layer. Such leaves hold all layers, as lax.scan takes them.
     """
     if unstack and of != "orbax":
         raise OptionError(f"ckpt convert: unstack is {dict(unstack)!r}, which is for orbax alone.")

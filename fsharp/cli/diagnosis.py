@@ -87,7 +87,7 @@ def _limits() -> Iterator[Row]:
 
 
 def _features() -> Iterator[Row]:
-    """Yield each feature with ``yes``, or with ``no`` and what it needs."""
+    """Yield a row for each feature of fsharp: its name, and ``yes`` or, such as without a GPU, ``no: needs a GPU``."""
     capability = max((gpu for gpu in _gpu_capabilities() if not isinstance(gpu, str)), default=(0, 0))
     no_gpu, nccl = "" if capability[0] else "a GPU", _nccl_version()
     no_nccl = no_gpu or ("" if nccl else "a torch with NCCL")
@@ -142,7 +142,7 @@ def _soft_limit(kind: int) -> str:
 
 
 def _kernel_file_text(path: Path) -> str:
-    """Return the text of a file of the kernel; empty if the file cannot be read."""
+    """Return the text of a file in ``/proc`` or ``/sys``; empty if the file cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

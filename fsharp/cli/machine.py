@@ -64,12 +64,12 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
     """Measure this machine, and write its speeds to a file for fsharp schedule --hardware and fsharp tune --hardware.
 
     One process for each rank of the mesh trains a small model for some seconds; let nothing else run. Under torchrun the ranks
-    are its processes, on one host or several; rank 0 writes the file and prints.
+    are torchrun's processes, on one host or several. Rank 0 writes the file and prints.
 
     Args:
         file: path of the JSON file to write, such as hardware.json.
-        mesh: sizes of the axes, the outermost first: dp=2, or outer=2,inner=8. Give the axes the names that the meshes of your
-            models have: a speed belongs to an axis.
+        mesh: sizes of the axes, the outermost first: dp=2, or outer=2,inner=8. The file has speeds by name of an axis, so name
+            the axes as in the meshes of your models.
         steps: number of steps to measure.
         dtype: dtype of the matrices whose products are timed; by default bfloat16 on GPUs, and float32 on CPUs.
     """
@@ -155,7 +155,7 @@ def _speeds_text(found: MeasuredMachine, mesh: Mesh, file: str, steps: int) -> s
 
 
 def read_machine(where: str, file: str) -> MeasuredMachine:
-    """Return the machine in a file that :func:`calibrate` has written. OptionError if there is none."""
+    """Return the machine in a file that :func:`calibrate` has written. Raises OptionError for any other file."""
     expected = "expected a file that fsharp calibrate has written"
     try:
         found = json.loads(Path(file).read_text())
@@ -170,7 +170,7 @@ def read_machine(where: str, file: str) -> MeasuredMachine:
 
 
 def parse_mesh(where: str, text: str) -> Mesh:
-    """Return the mesh of a text such as ``outer=2,inner=8``. OptionError, which begins with ``where``, for any other text."""
+    """Return the mesh of a text such as ``outer=2,inner=8``; OptionError for others. ``where``: beginning of its message."""
     try:
         return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
     except ValueError as error:

@@ -171,7 +171,7 @@ def _model_of_config(where: str, path: Path, config: Any) -> Any:
 
 
 def parse_dtype(option: str, name: str) -> torch.dtype:
-    """Return the dtype called ``name``. Raises OptionError, which names the option, if it is no floating-point dtype."""
+    """Return the floating-point dtype called ``name``. Raises OptionError, which names ``option``, for other names."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise OptionError(f"{option} is {name!r}, expected the name of a floating-point dtype, such as bfloat16.")

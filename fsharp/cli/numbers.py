@@ -6,7 +6,7 @@ from fsharp.errors import OptionError
 
 
 def check_number(option: str, value: float, least: float, most: float = math.inf, *, why: str = "") -> None:
-    """Raise an OptionError, which names the option, for NaN, a number below ``least``, or above ``most``, due to ``why``."""
+    """Raise an OptionError, which names ``option``, unless ``least <= value <= most``. ``why``: the reason, for the message."""
     if not least <= value <= most:
         expected = f"at least {least:,}" if math.isinf(most) else f"{least:,} to {most:,}"
         raise OptionError(f"{option} is {value:,}, expected {expected}{f': {why}' * bool(why)}.")

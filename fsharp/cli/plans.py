@@ -49,7 +49,7 @@ def plan(
             path of a Hugging Face config.json or of its folder; or module:path of an nn.Module, of a tree of tensors, or of a
             function that returns one of these.
         mesh: sizes of the axes, the outermost first: dp=8, or outer=2,inner=8.
-        strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp, to show its units and collectives; by default all in a table.
+        strategy: one of ddp, zero1, zero2, zero3, hsdp and hfsdp, to show its units and collectives; by default a table of all.
         units: pattern of the subtrees to gather one by one, such as layers.*; by default each repeated layer is a unit.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
@@ -122,9 +122,9 @@ def schedule(
 ) -> str:
     """Predict the time of a training step, on GPUs or on a measured machine, and show the schedule of its ops.
 
-    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. In forwards and backwards only
-    matrix products with parameters take time. Attention between tokens and elementwise functions take no time. Only the
-    experts that a token uses take time, if the architecture or the configuration has the numbers of experts.
+    The GPUs are those of fs.inspect.Hardware.preset: hosts of 8 GPUs, joined by InfiniBand. The predicted time of a forward or
+    backward is that of its matrix products with parameters. Attention between tokens and elementwise functions count as free.
+    If the model says how many experts a token uses, all other experts count as free too.
 
     Args:
         model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
@@ -135,15 +135,16 @@ def schedule(
         units: pattern of the subtrees to gather one by one; by default each repeated layer is a unit.
         compute: dtype of the parameters in use.
         main: dtype of the parameters that the optimizer updates.
-        policy: one of these names. "prefetch 1", "prefetch 2" or "no prefetch": how many units are gathered ahead. "gathered
-            once" or "gathered twice": how often a unit is gathered in a step. "no buckets" or "buckets of 25 MB": whether
-            units share a collective. "least memory": no prefetch, gathered twice, no buckets. "separate gradients": each
-            gradient has memory of its own. "state on the host": optimizer state rests in host memory.
+        policy: one of these names. "prefetch 1", "prefetch 2" and "no prefetch" say how many units are gathered ahead.
+            "gathered once" and "gathered twice" say how often a step gathers a unit. "no buckets" and "buckets of 25 MB" say
+            whether units share a collective. "least memory" is no prefetch, gathered twice and no buckets. With "separate
+            gradients" each gradient has memory of its own. With "state on the host" optimizer state rests in host memory.
         microbatches: number of microbatches of a step.
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: fraction of the FLOP/s that the model reaches; by default 0.4 on GPUs, and 1 with measured hardware.
+        efficiency: fraction of the peak FLOP/s that the model reaches, by default 0.4; with --hardware fraction of the measured
+            FLOP/s, by default 1.
         ops: print a table with a row for each op of the schedule.
         draw: path of a picture of the step to write, such as step.png; needs matplotlib.
     """
@@ -202,8 +203,8 @@ def tune(
 
     The best is the simplest of the steps that are at most 2 % slower than the fastest. Time and activations are estimated from
     shapes. The estimate assumes that each matrix is multiplied with one vector for each token, and that these vectors are kept
-    for the backward. Only the experts that a token uses take time, if the architecture or the configuration has the numbers of
-    experts. Activations count for all experts.
+    for the backward. If the model says how many experts a token uses, the time is that of these experts. Activations count for
+    all experts.
 
     Args:
         model: a named architecture (gpt-2, gpt-2-xl, llama-3-8b, llama-3-70b, llama-3-405b, mixtral-8x7b, deepseek-v3); the
@@ -224,7 +225,8 @@ def tune(
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: fraction of the FLOP/s that the model reaches; by default 0.4 on GPUs, and 1 with measured hardware.
+        efficiency: fraction of the peak FLOP/s that the model reaches, by default 0.4; with --hardware fraction of the measured
+            FLOP/s, by default 1.
         rows: most rows of the table to show; 0 shows all.
         json: path of a file to write, such as choice.json: the choice and all rows, for fs.inspect.Choice.from_json.
         draw: path of a picture of the predicted step, such as step.png; needs matplotlib.
@@ -300,7 +302,7 @@ def _is_expert(path: str) -> bool:
 def _plan_layouts(
     where: str, model: str, mesh: str, strategy: str, units: str, compute: str, main: str
 ) -> tuple[FoundModel, Mesh, dict[str, Layout]]:
-    """Return the model, the mesh, and layouts by name: of ``strategy``, or if it is empty, of all strategies for the mesh."""
+    """Return the model, the mesh, and layouts by strategy: ``strategy`` alone, or if it is empty, all that fit the mesh."""
     axes = parse_mesh(where, mesh)
     makers = {**FLAT_STRATEGIES, **(HYBRID_STRATEGIES if len(axes.names) == 2 else {})}
     named = {name: make(*axes.names) for name, make in makers.items()}
@@ -316,7 +318,10 @@ def _plan_layouts(
 
 
 def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
-    """Raise an OptionError for microbatches of so many tensors that a prediction takes minutes. One is always allowed."""
+    """Raise an OptionError if ``microbatches`` times the number of tensors exceeds ``most_tensors``: predictions take minutes.
+
+    One microbatch is always allowed.
+    """
     count = len(flatten_with_paths(tree)[0])
     why = f"a prediction takes longer with each, and the model has {count:,} tensors"
     check_number(f"{where}: microbatches", microbatches, 1, max(1, most_tensors // count), why=why)
@@ -332,7 +337,7 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
     """Return the hardware in the file ``hardware``; if ``hardware`` is empty, the preset of ``gpu`` with 8 ranks on a host.
 
     ``where``: name of the command, for errors. ``tokens``: number of tokens of one rank in a microbatch. ``efficiency``:
-    fraction of the FLOP/s that the model reaches; None means the default.
+    fraction of the peak or measured FLOP/s that the model reaches; None means the default.
     """
     _check_speed(where, tokens, efficiency)
     if hardware:
@@ -351,7 +356,7 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
 
 
 def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:
-    """Return ``hardware`` with its seconds of compute for each unit scaled down to the parameters that ``model`` uses.
+    """Return ``hardware`` with the seconds of compute of each unit, scaled down to the parameters that ``model`` uses.
 
     Experts that a token does not use take no time. Tied embeddings count once.
     """

@@ -37,7 +37,7 @@ def reading_bar(command: str, nbytes: int | None) -> Iterator[None]:
 
 
 def files_nbytes(*paths: str) -> int:
-    """Return the bytes of the files at ``paths``, or in these folders. Files that cannot be read count as empty."""
+    """Return the number of bytes in the files at ``paths``, or directly in these folders. Unreadable files count as empty."""
     total = 0
     for path in map(absolute_path, paths):
         storage, (parent, _, file) = storage_of(path), path.rpartition("/")

@@ -17,7 +17,7 @@ _MAX_SHOWN_CHARACTERS = 160
 
 
 def all_gather_fixed_size(data: bytes, comm: Comm) -> list[bytes]:
-    """Return every rank's ``data``, in order of rank; all have one length. Cost: one small collective for each axis."""
+    """Return every rank's ``data``, in order of rank. All ranks pass equally many bytes. Cost: a collective for each axis."""
     x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device)
     for axis, size in reversed(comm.mesh.axes):
         x = comm.all_gather(x, axis) if size > 1 else x.unsqueeze(0)
@@ -98,9 +98,8 @@ def check_on_all_ranks(
     """Return ``check()``. If ``check`` raises on a rank, or ``fields`` of the result differ between ranks, all ranks raise.
 
     If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
-    the text of the first error. On a rank whose ``check`` has raised, this AgreementError has the rank's error as its cause.
-    This AgreementError has ``is_own=True``, unless another rank has reported the error of ``check``, which may call collectives
-    itself.
+    the text of the first error. On a rank whose ``check`` has raised, the cause of the AgreementError is the rank's own error.
+    There ``is_own`` is True, unless a collective within ``check`` has raised because of another rank.
     """
     try:
         result = check()

@@ -86,7 +86,7 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str, *, label: str = "") 
         x: ``[..., c]``.
         comm: the ranks.
         axis: the mesh axis along which to gather.
-        label: what the call is for. Errors name it, and ranks with other labels get an error in place of wrong data.
+        label: what the call is for, as text for errors. Ranks with different labels get an error in place of wrong data.
 
     Returns:
         ``[..., n * c]`` for ``n`` ranks along ``axis``.
@@ -167,8 +167,8 @@ def reduce_scatter_encoded(
         axis: the mesh axis along which to sum.
         wire: the format in which summands travel.
         facts: function that returns facts for the message of a FormatError.
-        residual_and_noise: errors of earlier encodings, which are added to a 1-D ``x`` and then overwritten; and random
-            numbers.
+        residual_and_noise: the residual, errors of earlier encodings, which is added to a 1-D ``x`` and then overwritten; and a
+            function that returns random numbers.
         padding: slices of the last dim of the result that are set to zero.
         label: what the call is for.
 
@@ -219,15 +219,15 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str, *, label: str = "") -> to
 def all_to_all_last(
     x: torch.Tensor, send: Sequence[int], receive: Sequence[int], comm: Comm, axis: str, *, label: str = ""
 ) -> torch.Tensor:
-    """Send columns of ``x`` to the ranks along ``axis``, and return the columns that they send to this rank.
+    """Send columns of ``x`` to the ranks along ``axis``, and return the columns that these ranks send to this rank.
 
     Tokens ``[n, d]`` reach the ranks of their experts by ``all_to_all_last(tokens.T, send, receive, comm, axis).T``.
 
     Args:
         x: ``[..., sum(send)]``: the columns for the first rank along ``axis``, then those for the second, and so on.
         send: number of columns for each rank.
-        receive: number of columns from each rank: what this rank's entry in ``send`` is there.
-            ``all_to_all_last(torch.tensor(send), [1] * n, [1] * n, comm, axis).tolist()`` tells it.
+        receive: number of columns from each rank: ``receive[r]`` is the entry for this rank in ``send`` of rank ``r``.
+            ``all_to_all_last(torch.tensor(send), [1] * n, [1] * n, comm, axis).tolist()`` returns this list.
         comm: the ranks.
         axis: the mesh axis along which to exchange.
         label: what the call is for: see :func:`all_gather_last`.
@@ -235,12 +235,13 @@ def all_to_all_last(
     Returns:
         ``[..., sum(receive)]``, in order of coordinate.
 
-    Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in it. So the loss of each
-    rank has to depend on the result, even if the rank has received no column. Cost: each rank sends its columns for others.
+    Gradient: :func:`all_to_all_last` with ``send`` and ``receive`` exchanged. All ranks take part in this exchange. So the loss
+    of each rank has to depend on the result, even if the rank has received no column. Cost: each rank sends its columns for
+    other ranks.
 
     Raises TreeError if the last dim of ``x`` is not ``sum(send)``.
-    Before an exchange all ranks compare ``send`` with ``receive``, and raise an AgreementError if they differ. Over NCCL they
-    do not: values may then be undefined, or ranks wait until the time limit.
+    Before an exchange all ranks compare ``send`` with ``receive``, and raise an AgreementError if these numbers differ. Over
+    NCCL ranks do not compare the numbers: then values may be undefined, or ranks wait until the time limit.
     """
     if not x.dim() or x.shape[-1] != sum(send):
         raise TreeError(f"all_to_all_last(): x is {list(x.shape)}, expected a last dim of {sum(send)}, the sum of send.")
@@ -265,21 +266,27 @@ _TRANSPOSE: dict[CastKind, CastKind] = {"each": "sum", "sum": "each", "share": "
 
 
 def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind, *, label: str = "") -> torch.Tensor:
-    """Convert ``x`` along ``axis`` from a value that ranks share to a value of each rank's own, or back.
+    """Convert ``x`` from a *shared* value to an *own* value of each rank along ``axis``, or back.
 
-    ``kind`` is a row of the table below. All ranks have equal copies of a *shared* value, and of its gradient. Each rank has
-    its *own* value, and its own gradient. If own values were made from a shared value, the sum of their gradients is the
-    gradient of the shared value. See [Note: resting and gathered] in ``fsharp.functional.moves``. The kind in the column
-    ``transpose`` computes the gradient. ``label``: what the sums over ranks are for.
+    A shared value is equal on all ranks, and so is its gradient. Of an own value each rank has its own gradient. The gradient
+    of a shared value is the sum of the gradients of the own values that were made of it: see [Note: resting and gathered] in
+    ``fsharp.functional.moves``.
 
-    =========  ===========  =================================================  ==========
-    kind       from, to     computes                                           transpose
-    =========  ===========  =================================================  ==========
-    each       shared, own  the value                                          sum
-    sum        own, shared  the sum over ranks                                 each
-    share      own, shared  the value, of which all ranks have equal copies    summand
-    summand    shared, own  the value on the first rank, zero on the others    share
-    =========  ===========  =================================================  ==========
+    Args:
+        x: the value of this rank, of any shape.
+        comm: the ranks.
+        axis: the mesh axis along which the value is shared.
+        kind: a row of the table: what is computed. The kind in the last column converts the gradient, in the backward.
+        label: what the sums are for: see :func:`all_gather_last`.
+
+    =========  ===========  =================================================  ========
+    kind       from, to     computes                                           backward
+    =========  ===========  =================================================  ========
+    each       shared, own  ``x``                                              sum
+    sum        own, shared  the sum of ``x`` over ranks                        each
+    share      own, shared  ``x``, which has to be equal on all ranks          summand
+    summand    shared, own  ``x`` on the first rank, zeros on other ranks      share
+    =========  ===========  =================================================  ========
     """
 
     def keep_or_zero(x: torch.Tensor) -> torch.Tensor:

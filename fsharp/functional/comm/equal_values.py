@@ -72,10 +72,15 @@ def check_same_on_ranks(
 ) -> None:
     """Raise an AgreementError on all ranks if ``tensors`` differ between ranks. The error names the tensors and the ranks.
 
-    ``varying``: by path, the axes along which a tensor may differ. ``remedy``: last line of the error.
+    Args:
+        where: name of the calling function, for the message.
+        tensors: the tensors to compare, by path.
+        comm: the ranks.
+        remedy: last line of the message.
+        varying: by path, the axes along which a tensor may differ.
 
-    Cost: one pass over the tensors, except tensors that may differ along all axes, and one collective of 8 bytes for each axis.
-    If digests differ, there is one more collective for each axis, of 8 bytes for each tensor.
+    Cost: one pass over the tensors, except tensors that may differ along all axes. A collective of 8 bytes for each axis; if
+    digests differ, another one for each axis, of 8 bytes for each tensor.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}
     shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
@@ -98,7 +103,7 @@ def check_same_on_ranks(
 
 
 def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[str, ...]) -> str | None:
-    """Return a text that names the ranks with another digest than the first rank of their group; None if no rank differs.
+    """Return a text that names the ranks whose digest differs from that of the first rank of their group; None if none does.
 
     A group is all ranks with equal coordinates along ``varying_axes``. ``digests``: the digest of each rank.
     """
@@ -115,9 +120,9 @@ def _differing_ranks_text(digests: list[bytes], mesh: Mesh, varying_axes: tuple[
 def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """Return rank ``source``'s ``tensor`` on all ranks, with all its bits.
 
-    Other ranks pass a tensor of the same shape and dtype, which may be on the meta device. ``varying``: axes along which ranks
-    keep different tensors. Each rank then receives from the rank with its own coordinates along ``varying``, and with the
-    coordinates of ``source`` along all other axes.
+    Other ranks pass a tensor of the same shape and dtype, which may be on the meta device. Along the axes ``varying`` ranks
+    keep different tensors. On a mesh ``(dp, tp)``, with ``source=0`` and ``varying=("tp",)``, the rank at (1, 3) gets the
+    tensor of the rank at (0, 3).
 
     Bytes are summed as integers, to which all ranks but one add zero. Cost: an ``all_reduce`` for each axis not in ``varying``.
     """

@@ -74,8 +74,8 @@ class Comm(Protocol):
         Returns:
             A 1-D tensor: the elements from rank 0, then those from rank 1, and so on.
 
-        If a rank expects another number than a rank sends, all these ranks raise an AgreementError. Over NCCL they do not
-        compare the numbers: values may be undefined, or ranks wait until the time limit.
+        If a number in ``receive`` is not the number that is sent, all these ranks raise an AgreementError. Over NCCL ranks do
+        not compare the numbers: then values may be undefined, or ranks wait until the time limit.
         """
 
 
@@ -91,11 +91,11 @@ class Engine(ABC):
 
     @abstractmethod
     def handles_forward(self, sharded: Any, ties: Any) -> bool:
-        """Return whether :meth:`run_forward` can take these units; if not, ``fs.forward`` uses the engine as a plain Comm."""
+        """Return whether :meth:`run_forward` can take these units. If not, ``fs.forward`` calls the Comm's own collectives."""
 
     @abstractmethod
     def run_forward(self, fn: Callable[..., Any], sharded: Any, ties: Any, args: Any, kwargs: Any) -> Any:
-        """Run :func:`~fsharp.forward`."""
+        """Return the result of :func:`~fsharp.forward`. ``ties``: further units, which store tied leaves of ``sharded``."""
 
     @abstractmethod
     def run_value_and_grad(
@@ -108,7 +108,7 @@ class Engine(ABC):
         *,
         final_sum_in_place: bool,
     ) -> tuple[Any, Any]:
-        """Run :func:`~fsharp.value_and_grad` over the microbatches of a batch. ``residuals`` are overwritten.
+        """Return the result of :func:`~fsharp.value_and_grad` over the microbatches of a batch, and overwrite ``residuals``.
 
         With ``final_sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them. So
         the engine may overwrite the gradients with their sums over ranks.
@@ -116,9 +116,9 @@ class Engine(ABC):
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any, donated_residuals: Any) -> Any:
-        """Run :func:`~fsharp.reduce_scatter` of ``tree``. ``donated_residuals`` are overwritten.
+        """Return the result of :func:`~fsharp.reduce_scatter` of ``tree``, and overwrite ``donated_residuals``.
 
-        The result may still be under way.
+        The sums may still be under way: a read of a tensor of the result waits for them.
         """
 
     @abstractmethod
@@ -165,7 +165,7 @@ class SingleComm:
         return x.unsqueeze(0)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return ``x[0]`` in ``dtype``: the only rank has the only summand."""
+        """Return ``x[0]`` in ``dtype``: ``x`` has one row, as the axis has one rank, and no other rank adds to this row."""
         check_row_per_rank(x, self.mesh.axis_size(axis))
         return x[0].to(dtype or x.dtype)
 
@@ -298,24 +298,24 @@ class DelegatingComm:
         raise NotImplementedError
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Call ``all_gather`` of the wrapped Comm."""
+        """Call :meth:`Comm.all_gather` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "all_gather", axis, x)
         return comm.all_gather(x, axis, label=label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Call ``reduce_scatter`` of the wrapped Comm."""
+        """Call :meth:`Comm.reduce_scatter` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "reduce_scatter", axis, x)
         return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Call ``all_reduce`` of the wrapped Comm."""
+        """Call :meth:`Comm.all_reduce` of the wrapped Comm."""
         comm, label = self._comm_and_label(label, "all_reduce", axis, x)
         return comm.all_reduce(x, axis, op=op, label=label)
 
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Call ``all_to_all`` of the wrapped Comm."""
+        """Call :meth:`Comm.all_to_all` of the wrapped Comm, which explains the arguments."""
         comm, label = self._comm_and_label(label, "all_to_all", axis, x, send)
         return comm.all_to_all(x, send, receive, axis=axis, label=label)
 

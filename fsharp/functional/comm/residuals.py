@@ -41,7 +41,7 @@ ResidualViews = Mapping[str, Mapping[int, ResidualsByAxis]]
 
 
 def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank | None:
-    """Return residuals of zeros for units whose gradients are encoded with error feedback; None without such units."""
+    """Return residuals of zeros for units whose gradients are encoded with error feedback; None if there is no such unit."""
     found = {
         _residuals_key(unit): tuple([torch.zeros(n, dtype=dtype, device=device) for _, n, dtype in _tensor_specs(unit)])
         for unit in units

@@ -23,7 +23,10 @@ def settings_digest(text: str, earlier_digest: str = "") -> str:
 
 
 class SettingsHistory:
-    """A digest, for labels of collectives, of all settings so far, which have to be equal on all ranks."""
+    """All settings that were added so far, as text, and their digest, for labels of collectives.
+
+    Settings have to be equal on all ranks. Of settings from before the last :meth:`compact_to_digest` only the digest is kept.
+    """
 
     def __init__(self) -> None:
         self._earlier, self._lines = "", list[str]()
@@ -44,12 +47,12 @@ class SettingsHistory:
         self._lines.append(text)
 
     def compact_to_digest(self) -> None:
-        """At the beginning of a step, replace all settings so far by their digest."""
+        """Replace the text of all settings so far by their digest. Each step begins with this call."""
         self._before = self._earlier, self._lines
         self._earlier, self._lines = self.digest, []
 
     def undo_compact_to_digest(self) -> None:
-        """Undo the last :meth:`compact_to_digest`, as the step has used no collective. Settings added since then are kept."""
+        """Undo the last :meth:`compact_to_digest`, for a step without collectives. Settings that were added since stay."""
         self._earlier, lines = self._before
         self._lines = lines + self._lines
 

@@ -20,13 +20,12 @@ _MAX_COUNTED = 4096
 
 @dataclass
 class TreeLabelCounters:
-    """Counters from which the names of trees in labels of collectives are made, equal on all ranks.
+    """Counters of trees, for the names of trees in labels of collectives. All ranks count the same trees.
 
     Attributes:
-        num_trees: number of trees that ranks have made together so far; a tree's number is counted from 1.
-        gathered: number of trees whose unit was gathered so far, by axes of the gather, and then by ``(name of the tree, name
-            of the unit)``. Several trees can have one name. For each tuple of axes the newest 4096 names are kept, equal on all
-            ranks.
+        num_trees: number of trees that all ranks have made together so far. The first tree gets the number 1.
+        gathered: ``gathered[axes][tree, unit]`` counts the trees with the name ``tree`` whose ``unit`` was gathered along
+            ``axes``: several trees can have one name. Each ``gathered[axes]`` keeps the newest 4096 pairs.
     """
 
     num_trees: int = 0
@@ -38,7 +37,7 @@ class TreeLabelCounters:
         return str(self.num_trees)
 
     def copy(self) -> "TreeLabelCounters":
-        """Return a copy, which counts on by itself."""
+        """Return a copy. Later counts of the copy do not change this object."""
         return TreeLabelCounters(self.num_trees, {axes: Counter(counts) for axes, counts in self.gathered.items()})
 
     def set_from(self, other: "TreeLabelCounters") -> None:
@@ -62,8 +61,8 @@ def tree_label_counters_of(comm: Comm) -> TreeLabelCounters | None:
 def label_new_tree(tree: Any, comm: Comm) -> Any:
     """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``.
 
-    If several nodes have one unit, as in a state with moments, the first nodes of all units are one tree, the second nodes are
-    another one, and so on. Nothing is named if the Comm compares no labels.
+    In a state a unit may have several nodes: parameters and moments. Then the first nodes of all units become one tree, the
+    second nodes another tree, and so on. Nothing is named if the Comm compares no labels.
     """
     counts = tree_label_counters_of(comm)
     if counts is not None:
@@ -87,8 +86,8 @@ def copy_tree_labels(new: Iterable[Sharded], old: Iterable[Sharded], *, is_updat
 def new_tree_label_prefix(node: Sharded, comm: Comm, target: MeshPlacement | None = None) -> str:
     """Return the name of a node's tree as the beginning of a label; empty if the Comm compares no labels.
 
-    ``target``: the place to which the node moves, by default the full one. If several trees can have the name, a number
-    follows, which counts these trees by axes of the move. A move without a collective, which one rank may make alone, has none.
+    ``target``: the place to which the node moves, by default the full one. If several trees can have the name, a number of the
+    tree follows. For a move without a collective the result is empty: one rank alone may make such a move.
     """
     counts = tree_label_counters_of(comm)
     if counts is None:

@@ -32,8 +32,8 @@ class Transform:
     """A gradient transformation (an optimizer or a part of one) as pure functions that know the ranks.
 
     All trees contain only trainable groups, and rest in the place ``"optim"``. Gradients have the ``accumulate`` dtype,
-    parameters the ``main`` dtype. A keyword that is not an argument of a function, such as ``comm``, is not passed to the
-    function.
+    parameters the ``main`` dtype. Each function gets only the keywords that it has as arguments: a function without an argument
+    ``comm`` is called without ``comm``.
 
     Leaves of the trees are flat shards of this rank. If a rule uses other elements than the one to update, as a norm does, it
     has to reduce over ranks with ``comm``. This is not checked for a Transform. A bare pair ``(init, update)`` is tried on
@@ -142,17 +142,17 @@ def _ignoring_unknown_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_clones_of_parameters(state: Any, params: Any) -> Any:
-    """Return a new tree like ``state``. Tensors in memory of parameters, which an update in place would change, are cloned.
+    """Return a new tree like ``state``, with clones of the tensors that share memory with ``params``.
 
-    All nodes of the new tree are new objects. So a donation of an older state, from which ``state`` has nodes, does not mark
-    the nodes of the new tree.
+    An update of ``params`` in place would change these tensors. All nodes of the new tree are new objects. ``state``
+    may have nodes of an older state, and a donation of the older state marks these as donated.
     """
     own = storage_ids_of_tree(params)
     return optree.tree_map(lambda x: x if own.isdisjoint(storage_ids_of_tree(x)) else x.clone(), state)
 
 
 def storage_ids_of_tree(tree: Any) -> set[int]:
-    """Return numbers of a tree's storages: two trees with a common number share memory.
+    """Return a number for each storage of a tree. Two trees share memory if they have a number in common.
 
     For objects that are no plain tensors, and for tensors inside of ``torch.func``, the number is the id of the object.
     """
@@ -168,7 +168,9 @@ def storage_ids_of_tree(tree: Any) -> set[int]:
 def as_transform(tx: Any) -> Transform:
     """Return ``tx`` if it is a Transform, else a Transform made from the ``(init, update)`` pair ``tx``.
 
-    The Transform's ``init`` first tests on small tensors whether the pair may update shards, and raises a TreeError if not.
+    Before its ``init`` makes state, this Transform tests on small tensors whether the pair treats each element by itself. If
+    not, shards would get wrong updates, and ``init`` raises a TreeError.
+
     Raises TreeError if ``tx`` is no pair, or is a transformation of optax.
     """
     if isinstance(tx, Transform):
@@ -345,9 +347,10 @@ def exact_texts(**values: Any) -> dict[str, str]:
 
 
 def leaf_paths(params: Any) -> list[str]:
-    """Return the paths of the leaves in the groups of ``params``, in order of unit, group and offset.
+    """Return the paths of the leaves in the buffers of ``params``, in order of unit, group and offset.
 
-    A tied leaf is in no group. The ``params`` of an optimizer have no groups of frozen leaves.
+    Tied leaves are left out, as they have no elements in a buffer of their own. Frozen leaves are left out if ``params`` has
+    only trained groups, as in an optimizer.
     """
     return [s.unit.path_in_tree(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of_group(g)]
 

@@ -47,7 +47,7 @@ class MomentumState(NamedTuple):
 
 
 def schedule_value(schedule: ScalarOrSchedule, count: Any, name: str = "learning_rate") -> Any:
-    """Return the value of ``schedule`` after ``count`` updates: a float; or a tensor, if ``count`` is a tensor too.
+    """Return the value of ``schedule`` after ``count`` updates: a tensor if ``count`` and the value are tensors, else a float.
 
     Raises OptionError, with ``name``, if the value is not a finite number. A tensor is not checked: the host would wait for it.
     """
@@ -55,17 +55,18 @@ def schedule_value(schedule: ScalarOrSchedule, count: Any, name: str = "learning
     return value if isinstance(count, torch.Tensor) and isinstance(value, torch.Tensor) else as_float(name, count, value)
 
 
-def as_float(name: str, argument: Any, value: Any) -> float:
-    """Return the ``value`` of ``name(argument)``, an option, as a float.
+def as_float(option: str, argument: Any, value: Any) -> float:
+    """Return ``value`` as a float: the value of an optimizer's ``option``, such as "lr_scale", for a path or a step count.
 
-    Raises OptionError if ``value`` is not a number, or is infinite or NaN: an update would lose all parameters.
+    Raises OptionError, with ``option`` and ``argument``, the path or step count, if ``value`` is not a number, or is infinite
+    or NaN. An update with such a value would destroy all parameters.
     """
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise OptionError(f"update(): {name}({argument!r}) is {value!r:.80}, expected a number.") from error
+        raise OptionError(f"update(): {option}({argument!r}) is {value!r:.80}, expected a number.") from error
     if not math.isfinite(number):
-        raise OptionError(f"update(): {name}({argument!r}) is {number}, expected a finite number.")
+        raise OptionError(f"update(): {option}({argument!r}) is {number}, expected a finite number.")
     return number
 
 
@@ -94,7 +95,7 @@ def adam(
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: number that is added to the square root.
-        lr_scale: factor of the learning rate, per path.
+        lr_scale: factor of the learning rate, as for :func:`adamw`.
         capturable: as for :func:`adamw`.
 
     Raises the errors of :func:`adamw`.
@@ -122,9 +123,10 @@ def adamw(
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: number that is added to the square root.
-        weight_decay: weight decay per path, for example ``{"**": 0.1, "**.bias": 0.0}``, in place of optax's ``mask``. A
-            function gets the path of a leaf, not a step count. The default of ``torch.optim.AdamW`` is 0.01.
-        lr_scale: factor of the learning rate, per path.
+        weight_decay: a number, or a rule per path. A dict has numbers by path pattern, of which the last match counts:
+            ``{"**": 0.1, "**.bias": 0.0}``, in place of optax's ``mask``. A function gets the path of a leaf, not a step count.
+            The default of ``torch.optim.AdamW`` is 0.01.
+        lr_scale: factor of the learning rate: a number, or a rule per path.
         capturable: keep the step count in a float32 tensor on the parameters' device, for CUDA graphs. A schedule is then
             called with this tensor: schedules of ``fs.optim`` take tensors, those of optax do not.
 
@@ -187,8 +189,8 @@ def sgd(
         learning_rate: a number, or a schedule.
         momentum: decay of the momentum; None means no momentum, and no state except the step count.
         nesterov: use Nesterov momentum; without ``momentum`` this changes nothing.
-        weight_decay: weight decay per path, added to gradients; ``optax.sgd`` has none. A function gets the path of a leaf.
-        lr_scale: factor of the learning rate, per path.
+        weight_decay: a number, or a rule per path as for :func:`adamw`. It is added to gradients. ``optax.sgd`` has none.
+        lr_scale: factor of the learning rate, as for :func:`adamw`.
 
     Returns:
         A transformation with :class:`MomentumState`. Memory: with momentum one value of state for each parameter.
@@ -244,10 +246,10 @@ def lion(
 
     Args:
         learning_rate: a number, or a schedule.
-        b1: weight of the momentum in the sign.
+        b1: weight of the momentum where the sign is taken.
         b2: decay of the momentum.
-        weight_decay: weight decay per path. A function gets the path of a leaf, not a step count.
-        lr_scale: factor of the learning rate, per path.
+        weight_decay: a number, or a rule per path as for :func:`adamw`.
+        lr_scale: factor of the learning rate, as for :func:`adamw`.
 
     Returns:
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.

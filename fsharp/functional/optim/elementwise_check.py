@@ -15,7 +15,12 @@ from fsharp.type_checks import options_checked
 
 
 class CheckedState(NamedTuple):
-    """State of :func:`with_elementwise_check`: number of updates compared so far, and state of the wrapped pair."""
+    """State of :func:`with_elementwise_check`.
+
+    Attributes:
+        num_checked: number of updates so far in which the updates of shards were compared with those of whole leaves.
+        inner_state: state of the wrapped pair.
+    """
 
     num_checked: int
     inner_state: Any
@@ -25,8 +30,8 @@ class CheckedState(NamedTuple):
 def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
     """Wrap an ``(init, update)`` pair, and compare its first updates of shards with its updates of whole leaves.
 
-    ``init_state`` tries a pair of another library on small tensors, which does not tell how the pair treats large ones. The
-    wrapper also gathers whole parameters, gradients and state in the first ``steps`` updates, and compares the two updates.
+    ``init_state`` tries a pair of another library on small tensors. This does not tell how the pair treats large tensors. So in
+    the first ``steps`` updates the wrapper gathers whole parameters, gradients and state, and compares the two updates.
 
     >>> import torch, fsharp as fs
     >>> def init(params):

@@ -33,8 +33,11 @@ def ema(decay: float, debias: bool = True) -> Transform:
     For a moving average of parameters see :func:`with_ema`.
 
     Args:
-        decay: a number in [0, 1); any other is a LayoutError.
+        decay: a number in [0, 1).
         debias: return ``e / (1 - decay^t)`` in update ``t``, in place of ``e``.
+
+    Raises:
+        LayoutError: ``decay`` is outside of [0, 1).
 
     The state is :class:`EmaState`: one value for each parameter, in the dtype of parameters. For ``accumulator_dtype`` of optax
     use ``fs.optim.from_optax(optax.ema(...))``.
@@ -64,11 +67,14 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
 
     Args:
         tx: the optimizer: an ``(init, update)`` pair.
-        decay: a number in [0, 1); any other is a LayoutError.
+        decay: a number in [0, 1).
 
     Returns:
         A transformation with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` returns the whole average. Memory:
         one value of state for each parameter, beside the state of ``tx``.
+
+    Raises:
+        LayoutError: ``decay`` is outside of [0, 1).
     """
     _check_decay("with_ema()", decay)
     inner = as_transform(tx)

@@ -71,11 +71,11 @@ def muon(
         ns_steps: number of iterations.
         beta: decay of the momentum.
         eps: number that is added to the norm by which a matrix is divided first.
-        weight_decay: weight decay per path. A function gets the path of a leaf, not a step count.
+        weight_decay: a number, or a rule per path as for :func:`~fsharp.optim.adamw`.
         nesterov: orthogonalize an interpolation of gradient and momentum in place of the momentum.
         consistent_rms: None scales by ``sqrt(max(1, out / in))``; a number scales by ``consistent_rms * sqrt(max(out, in))``.
             With 0.2 updates are as large as those of AdamW.
-        lr_scale: factor of the learning rate, per path.
+        lr_scale: factor of the learning rate, as for :func:`~fsharp.optim.adamw`.
         dtype: dtype of the iteration; ``torch.bfloat16`` is much faster on GPUs.
 
     Returns:

@@ -25,8 +25,8 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     """Return the 2-norm of all elements of a sharded tree, over all ranks; each element counts once.
 
     Args:
-        tree: a tree of :class:`~fsharp.Sharded` with gradients or parameters. Partial sums are a TreeError. Tied leaves and
-            replicated elements count once. Leaves that vary along an axis count once for each rank along the axis.
+        tree: a tree of :class:`~fsharp.Sharded` with gradients or parameters. Tied leaves and replicated elements count once.
+            Leaves that vary along an axis count once for each rank along the axis.
         comm: the ranks.
         deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all). The bits of the
             result then do not depend on mesh, strategy or layout.
@@ -152,13 +152,16 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
     ``g <- g * min(1, max_norm / |g|)``.
 
     Args:
-        max_norm: a positive number; any other is a LayoutError.
+        max_norm: a positive number.
         deterministic: compute a norm whose bits do not depend on the layout; see :func:`global_norm`.
 
     Returns:
         A transformation with :class:`ClipState`. As in torch and optax, an infinite gradient makes infinite elements NaN and
         all others zero; a NaN makes all elements NaN. To skip such steps, wrap the whole chain in
         :func:`~fsharp.optim.apply_if_finite`.
+
+    Raises:
+        LayoutError: ``max_norm`` is not positive.
     """
     if not max_norm > 0:
         raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")

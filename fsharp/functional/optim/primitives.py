@@ -83,8 +83,8 @@ def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Patterns | None = Non
     """Return a transformation that adds ``weight_decay`` times the parameters to updates.
 
     Args:
-        weight_decay: weight decay per path. A function is called with the path of a leaf, where optax calls it with the number
-            of updates.
+        weight_decay: a number, or a rule per path as for :func:`~fsharp.optim.adamw`. optax would call a function with the
+            number of updates.
         mask: the leaves that decay, as for :func:`masked`; None means all.
 
     Cost: no state; one pass over the parameters.
@@ -107,10 +107,11 @@ class TraceState(NamedTuple):
 
 @options_checked
 def trace(decay: float, nesterov: bool = False) -> Transform:
-    """Return a transformation that replaces updates by their momentum ``t <- u + decay * t``.
+    """Return a transformation that replaces each update ``u`` by the momentum ``t <- u + decay * t``.
 
     With ``nesterov`` the result is ``u + decay * t``, with the new ``t``. The state is :class:`TraceState`: one value for each
-    parameter, in the dtype of parameters. For ``accumulator_dtype`` of optax use ``fs.optim.from_optax(optax.trace(...))``.
+    parameter, in the dtype of parameters. ``optax.trace`` also takes an ``accumulator_dtype``: for that use
+    ``fs.optim.from_optax(optax.trace(...))``.
     """
 
     def add(updates: Any, held: Any) -> Any:

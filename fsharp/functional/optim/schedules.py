@@ -44,7 +44,10 @@ class linear_schedule:
         end_value: value from update ``transition_begin + transition_steps`` on.
         transition_steps: number of updates in which the value changes. With 0 or less the value stays ``init_value``, as in
             optax.
-        transition_begin: number of updates before the value begins to change; a negative one is a LayoutError.
+        transition_begin: number of updates before the value begins to change.
+
+    Raises:
+        LayoutError: ``transition_begin`` is negative.
 
     >>> rate = linear_schedule(0.0, 1.0, 4, transition_begin=1)
     >>> [rate(count) for count in range(7)]

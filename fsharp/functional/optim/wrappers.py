@@ -49,12 +49,13 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
 
     Args:
         inner: an ``(init, update)`` pair. Wrap a whole chain, so that no part of it gets such gradients.
-        max_consecutive_errors: largest number of updates to skip in a row; 0 skips none. A negative number is a LayoutError.
+        max_consecutive_errors: largest number of updates to skip in a row; 0 skips none.
 
     Returns:
         A transformation with :class:`ApplyIfFiniteState`.
 
     Raises:
+        LayoutError: ``max_consecutive_errors`` is negative.
         AgreementError: in ``update``, on all ranks: ranks have counted different numbers of skipped updates.
 
     Cost: one pass over the gradients, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. Before a
