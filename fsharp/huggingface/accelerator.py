@@ -37,7 +37,7 @@ def _refuse_local_sgd() -> NoReturn:
 
 
 def contains_sharded_module(model: nn.Module) -> bool:
-    """Return whether ``model`` is a sharded module or contains one, as the result of ``torch.compile(sharded)`` does."""
+    """Return whether ``model`` is or contains a sharded module. The result of ``torch.compile(sharded)`` contains one."""
     return any(isinstance(each, ShardedModule) for each in model.modules())
 
 
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
     Raises:
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead.
         OptionError: a torch optimizer or ``LocalSGD`` gets sharded parameters, or a prepared module contains a sharded module.
-        OptionError: ``clip_grad_norm_`` gets a part of a module, ``clip_grad_value_`` sharded parameters.
+        OptionError: ``clip_grad_norm_`` gets only some parameters of a module, or ``clip_grad_value_`` gets sharded parameters.
         OptionError: ``save_state`` or ``load_state`` has the optimizer of a module that was not prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
@@ -179,13 +179,17 @@ class Accelerator(accelerate.Accelerator):
         return super().clip_grad_value_(parameters, clip_value)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return whole tensors of a sharded module on rank 0, and an empty dict on other ranks. All ranks call this method."""
+        """Return whole tensors of a sharded module on rank 0, and an empty dict on other ranks. All ranks call this method.
+
+        For any other module return what accelerate returns; only then ``unwrap`` is used.
+        """
         return model.full_state_dict() if isinstance(model, ShardedModule) else super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Save as accelerate does, but sharded modules and optimizers into the subfolder ``fsharp``. Return the save's folder.
+        """Save as accelerate does, but put sharded modules and optimizers into the subfolder ``fsharp``. Return the folder.
 
-        The save replaces an earlier save in this folder. All ranks get rank 0's buffers. All ranks call this method.
+        An earlier save in this folder is replaced. The values of the modules' ``named_buffers()`` on rank 0 are first copied to
+        all ranks. All ranks call this method.
         """
         tree, comm = self._checkpoint_tree_and_comm()
         with self._hiding_sharded():
@@ -218,7 +222,10 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def _checkpoint_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
-        """Return sharded modules and optimizers, and a Comm or None. OptionError for an optimizer without its module."""
+        """Return the sharded modules and optimizers as a tree, and the modules' Comm; None if there is no sharded module.
+
+        Raises OptionError if an optimizer of a sharded module was prepared, and this module was not.
+        """
         models = [each for each in self._models if isinstance(each, ShardedModule)]
         optimizers = [each.optimizer for each in self._optimizers if isinstance(each.optimizer, ShardedOptimizer)]
         if any(session_of_optimizer(each) not in map(session_of_module, models) for each in optimizers):
@@ -228,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _hiding_sharded(self) -> Iterator[None]:
-        """Hide sharded modules and optimizers in this context from accelerate, which would save or load them as plain ones."""
+        """Return a context in which accelerate saves and loads no sharded modules and optimizers."""
         models, optimizers = self._models, self._optimizers
         self._models = [each for each in models if not isinstance(each, ShardedModule)]
         self._optimizers = [each for each in optimizers if not isinstance(each.optimizer, ShardedOptimizer)]

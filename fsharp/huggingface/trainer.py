@@ -61,7 +61,7 @@ class Trainer(transformers.Trainer):
     optimizer_cls_and_kwargs: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an accelerator that takes sharded modules."""
+        """Make the Trainer's accelerator: an :class:`Accelerator` of this library, which accepts sharded modules."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = Accelerator  # a subclass without attributes of its own
 
@@ -85,14 +85,15 @@ class Trainer(transformers.Trainer):
     ) -> Any:
         """Evaluate a batch, as transformers' Trainer does.
 
-        A Seq2SeqTrainer may generate sequences. A rank whose sequences have ended then goes on until all ranks have ended.
+        A Seq2SeqTrainer may generate sequences. Each forward gathers parameters from all ranks. So a rank whose sequences have
+        ended runs forwards until the sequences of all ranks have ended.
         """
         if isinstance(model, ShardedModule) and getattr(self.args, "predict_with_generate", False):
             generation = {"synced_gpus": True, **(generation or getattr(self, "_gen_kwargs", {}))}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **generation)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Write whole tensors of the module on rank 0. All ranks take part in the gathers."""
+        """Write whole tensors of the module on rank 0, or ``state_dict`` if it is given. All ranks take part in the gathers."""
         if state_dict is not None or not isinstance(self.model, ShardedModule):
             super()._save(output_dir, state_dict)
         elif any(each.is_prompt_learning for each in getattr(self.model, "peft_config", {}).values()):
@@ -114,9 +115,9 @@ class Trainer(transformers.Trainer):
             torch.save(ResumeWithThisTrainer(), os.path.join(output_dir, _OPTIMIZER_FILE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the module, its optimizer and the learning rate schedule from a checkpoint of the Trainer, if it has them.
+        """Load module, optimizer and learning rate schedule from the Trainer's folder ``checkpoint``, if the folder has them.
 
-        Raises CheckpointError if the checkpoint is of a sharded module and the model is not sharded, or the reverse.
+        Raises CheckpointError if the folder was written for a sharded module and the model is not sharded, or the reverse.
         """
         root = os.path.join(checkpoint or "", SHARDED_FOLDER)
         if not isinstance(self.model, ShardedModule):

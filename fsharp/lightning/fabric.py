@@ -59,9 +59,9 @@ class Strategy(DDPStrategy):
             super().module_to_device(module)
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Check a module with sharded modules in it, and return it as it is. Wrap others by ``DistributedDataParallel``.
+        """Return a module that contains sharded modules unchanged. Wrap any other module in ``DistributedDataParallel``.
 
-        All ranks call this method. Raises as :func:`~fsharp.lightning.sharded.check_sharded_submodules`.
+        All ranks call this method. Raises the errors of :func:`~fsharp.lightning.sharded.check_sharded_submodules`.
         """
         if not sharded_modules_in(module):
             return super().setup_module(module)
@@ -69,7 +69,7 @@ class Strategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer. A torch optimizer with sharded parameters is an OptionError."""
+        """Return the optimizer. Raises OptionError for a torch optimizer with sharded parameters."""
         check_optimizers("Fabric.setup()", [optimizer])
         return optimizer
 
@@ -78,7 +78,7 @@ class Strategy(DDPStrategy):
         return full_state_dict(module) if sharded_modules_in(module) else super().get_module_state_dict(module)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load whole tensors into the module. Each rank keeps its part of them."""
+        """Load whole tensors, equal on all ranks, into the module. Each rank keeps its part of each tensor."""
         if sharded_modules_in(module):
             load_state_dict(module, state_dict, strict=strict)
         else:
@@ -92,13 +92,13 @@ class Strategy(DDPStrategy):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Makes sharded modules add gradients up, by ``model.accumulate()``. Modules without sharded ones are left to ``other``."""
+    """Makes sharded modules accumulate gradients, by ``model.accumulate()``. ``other`` does so for all other modules."""
 
     def __init__(self, other: _BackwardSyncControl) -> None:
         self._other = other
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context in which, if ``enabled``, gradients of ``module`` are added up, as by ``model.accumulate()``."""
+        """Return a context: if ``enabled``, backward passes add gradients up, and do not reduce them for the optimizer."""
         if not sharded_modules_in(module):
             return self._other.no_backward_sync(module, enabled)
         return accumulating(module) if enabled else nullcontext()

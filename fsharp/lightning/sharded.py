@@ -21,11 +21,13 @@ def sharded_modules_in(module: nn.Module) -> dict[str, ShardedModule]:
 
 
 def check_sharded_submodules(where: str, module: nn.Module, precision: str) -> None:
-    """Check a module with sharded modules in it. All ranks have to call this function.
+    """Check a module that contains sharded modules. All ranks have to call this function.
+
+    ``where``: name of the calling function, for errors. ``precision``: the setting of Lightning.
 
     Raises:
-        OptionError: ``precision`` is not ``"32-true"``; a trained parameter is outside of sharded modules; or a sharded
-            parameter belongs to a sharded module that is not a submodule.
+        OptionError: ``precision`` is not ``"32-true"``, or a trained parameter is outside of sharded modules.
+        OptionError: ``module`` contains a sharded parameter, but not the sharded module from which the parameter comes.
         AgreementError: a frozen parameter outside of sharded modules differs between ranks.
     """
     if precision != "32-true":
@@ -71,7 +73,7 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return the whole state dict on rank 0; elsewhere the dict without sharded parameters. All ranks have to call this.
 
-    ``module`` may have other names for a sharded module, or for a part of one. Each name has the whole tensor.
+    In ``module`` a parameter of a sharded module may have several names. The dict has the whole tensor under each name.
     """
     found, whole = dict(module.state_dict()), dict[Any, Any]()
     for path, each in sharded_modules_in(module).items():

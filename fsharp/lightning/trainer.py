@@ -64,7 +64,7 @@ class Strategy(DDPStrategy):
         return self.lightning_module
 
     def setup(self, trainer: "pl.Trainer") -> None:
-        """Set up the accelerator and optimizers. Sharded modules are not wrapped; their gradients are released."""
+        """Set up the accelerator and optimizers. Sharded modules are not wrapped. Gradients of an earlier run are released."""
         if not sharded_modules_in(self._pl_module):
             super().setup(trainer)
             return
@@ -98,7 +98,7 @@ class Strategy(DDPStrategy):
         return full_state_dict(module) if sharded_modules_in(module) else super().lightning_module_state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a checkpoint's whole tensors into the module. Each rank keeps its own part of them."""
+        """Load a checkpoint's whole tensors into the module. Each rank keeps its part of each tensor."""
         if sharded_modules_in(self._pl_module):
             load_state_dict(self._pl_module, checkpoint["state_dict"], strict=strict)
         else:
@@ -110,7 +110,7 @@ class Strategy(DDPStrategy):
         return inner.full_state_dict() if isinstance(inner, ShardedOptimizer) else super().optimizer_state(inner)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole tensors into the optimizers. Each rank keeps its part of them."""
+        """Load a checkpoint's whole tensors into the optimizers. Each rank keeps its part of each tensor."""
         if not sharded_modules_in(self._pl_module):
             super().load_optimizer_state_dict(checkpoint)
             return

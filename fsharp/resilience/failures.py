@@ -80,14 +80,17 @@ class _OneTracebackExcepthook:
     def remove(self) -> None:
         """Restore the earlier excepthook, and release this hook's Comm and error.
 
-        Threads keep the excepthook that was set when they started, some of them until the interpreter ends. If the hook kept
-        the Comm, a process group would be released only at that end, and would abort the process.
+        A thread keeps the excepthook that was set when the thread started. Some threads live until the interpreter ends. If the
+        hook kept the Comm, its process group would also live until then, and its release would abort the process.
         """
         sys.excepthook = self.before
         self._comm = self.error = None
 
     def tell_other_ranks(self, error: BaseException, where: str) -> None:
-        """Report ``error``, unless another rank has reported it. Note on it this rank, ``where``, and the last collective."""
+        """Report ``error`` to other ranks, unless one of them has reported it. Add a note to ``error``.
+
+        The note names this rank, ``where``, and the last collective.
+        """
         heard = {id(watch.error) for watch in list(self.statuses.watches.values()) if watch.error is not None}
         self.is_from_this_rank = not any(id(each) in heard for each in error_chain(error))
         self.error = error

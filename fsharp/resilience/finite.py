@@ -49,8 +49,8 @@ class SkippedSteps:
     run. With ``"raise"`` no step may be left out.
 
     Attributes:
-        steps: numbers of the steps that a run leaves out after it has rolled back; ``"skip"`` adds none, as it repeats no
-            steps.
+        steps: numbers of the steps that a run leaves out after it has rolled back. With ``"skip"`` there are none, because no
+            step is repeated.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -63,7 +63,7 @@ class SkippedSteps:
         self._in_row = 0
 
     def restore(self, steps: Iterable[int]) -> None:
-        """Set the numbers of left-out steps to ``steps``, which the checkpoint has from which the run continues."""
+        """Set the numbers of left-out steps to ``steps``, those in the checkpoint from which the run continues."""
         self.steps[:], self._in_row = steps, 0
 
     def record_nonfinite_step(self, description: str) -> None:

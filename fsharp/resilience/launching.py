@@ -74,7 +74,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     Raises:
         OptionError: ``nproc`` or ``restarts`` is too small, or ``restarts`` is set under another launcher.
         OptionError: the function or an argument cannot be pickled.
-        CommError: a process failed, and the others were ended; with the first traceback.
+        CommError: a process failed, and the others were ended. The message has the first traceback.
 
     Cost: some seconds, as each process imports torch. With ``restarts`` one more process, with torch, waits as a spare.
     """
@@ -130,7 +130,7 @@ def _run_without_restarts(folder: Path, nproc: int) -> None:
 
 
 class _LoggingDisabled:
-    """A context without log messages of torch's agent, in which several threads may be: the last one restores the level."""
+    """A context without log messages, for several threads at a time. The last thread that leaves restores the level."""
 
     def __init__(self) -> None:
         self._lock, self._num_inside, self._before = threading.Lock(), 0, 0

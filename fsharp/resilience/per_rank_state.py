@@ -30,8 +30,8 @@ class PerRankState:
 
     The ``state_dict()`` of the object is one leaf of a checkpoint: bytes of ``torch.save``, which are loaded with
     ``weights_only=True``. So the state dict may hold tensors, numbers, strings, bytes, None, and lists and dicts of these. A
-    checkpoint loads only on the same number of ranks. Make iterators after ``resume``, and make new iterators after a step that
-    was rolled back: an existing iterator does not use the loaded state.
+    checkpoint loads only on the same number of ranks. Make iterators after ``resume``, and make new iterators after the run has
+    rolled back: an existing iterator does not use the loaded state.
 
     Args:
         owner: an object with ``state_dict()`` and ``load_state_dict()``.
@@ -64,7 +64,7 @@ class PerRankState:
         return {"state": PerRank(torch.frombuffer(bytearray(whole.ljust(self.nbytes, b"\0")), dtype=torch.uint8))}
 
     def state_template(self, is_saved: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """Return zeros, into which a checkpoint is loaded; ``is_saved`` is not used, nor is the object's ``state_dict()``."""
+        """Return a dict like that of :meth:`state_dict`, with zeros, to load a checkpoint into. Ignores ``is_saved``."""
         return {"state": PerRank(torch.zeros(self.nbytes, dtype=torch.uint8, device="cpu"))}
 
     @api_boundary

@@ -65,10 +65,11 @@ class Preemption:
 
     @api_boundary
     def should_stop(self, step: int = 0) -> bool:
-        """Return whether any rank has received a signal, equal on all ranks. All ranks have to call this method.
+        """Return whether any rank has received a signal. All ranks have to call this method, and get the same result.
 
-        Ranks exchange their signals in steps that ``every`` divides; in other steps the result is False. If ranks pass
-        different steps, all raise AgreementError. Cost: one ``all_reduce`` of 4 bytes for each axis, for which the host waits.
+        Ranks exchange their signals if ``every`` divides ``step``. For any other step the result is False, without cost. If
+        ranks pass different steps, their collectives have different labels, and ranks get an error. Cost of an exchange: one
+        ``all_reduce`` of 4 bytes for each axis, for which the host waits.
         """
         if step % self.every:
             return False
@@ -77,7 +78,7 @@ class Preemption:
         return bool(max_over_ranks(flag, LabelPrefixComm(self.comm, f"whether to stop after step {step}: ")).item())
 
     def record_signal(self, number: int = signal.SIGTERM) -> None:
-        """Record signal ``number``, which another source announces, such as a cloud's metadata server."""
+        """Record signal ``number`` as received, for a source other than a signal, such as a cloud's metadata server."""
         self.received = signal.Signals(number)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from fsharp.tracebacks import api_boundary, api_context
 def fold_in(key: int, *data: int) -> int:
     """Return a new random key from a key and integers, such as a step and a rank: 63 bits, for ``manual_seed``.
 
-    As in ``jax.random.fold_in``, keys from different integers are unrelated. A value that is not an integer is a RunError.
+    As in ``jax.random.fold_in``, keys from different integers are unrelated. Raises RunError if a value is not an integer.
 
     >>> fold_in(0, 3, 1) == fold_in(0, 3, 1)
     True

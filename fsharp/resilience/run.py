@@ -51,10 +51,11 @@ class Run:
                 run.log({"loss": metrics.loss})
                 state, sampler = run.end_step((state, sampler), nonfinite=bad)
 
-    A step has to be a function of the state and its own number. :class:`~fsharp.resilience.IndexSampler` chooses the samples of
-    a step by its number, and :func:`~fsharp.resilience.seeded` the random numbers. A crash, a kill or a preemption may end the
-    run. Started again with the same number of ranks, the run ends bitwise equal to an uninterrupted one.
-    ``torchrun --max-restarts`` starts the run again. With another number of ranks the run continues with the same batches.
+    Here ``train_step`` is your function; ``bad`` is the result of :func:`find_nonfinite`. A step has to depend on the state and
+    its own number alone. :class:`~fsharp.resilience.IndexSampler` chooses the samples of a step by its number, and
+    :func:`~fsharp.resilience.seeded` the random numbers. A crash, a kill or a preemption may end the run. Started again with
+    the same number of ranks, the run ends bitwise equal to an uninterrupted one. ``torchrun --max-restarts`` starts the run
+    again. With another number of ranks the run continues with the same batches.
 
     At the start ranks compare config, tree and code (:func:`agree_at_start`). An error of one rank is raised on all ranks, and
     printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
@@ -65,36 +66,36 @@ class Run:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
         comm: the ranks. If you have a scheduler, pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
         total: number of steps of the run, which ends with a save. You can set ``run.total`` before :meth:`end_step`, to the
-            same value on all ranks. After a restart of the run, or with ``elastic`` of a rank, ``run.total`` has the value of
-            this argument again.
+            same value on all ranks. A restart of the run, or of one rank with ``elastic``, sets ``run.total`` to this argument
+            again.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
         keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well. With 1000 these are
             the last one of steps 1 to 1000, the last one of steps 1001 to 2000, and so on; see :func:`fsharp.checkpoint.prune`.
         keep_hours: number of hours in an interval. The last checkpoint of each interval is kept as well.
-        replicas: a :class:`~fsharp.checkpoint.Replicas` with the ``root`` of the run, which also keeps the tree in memory of
-            hosts. The run restores this copy or the newest checkpoint, whichever is newer. Close the replicas after the run:
-            ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
+        replicas: a :class:`~fsharp.checkpoint.Replicas` with the ``root`` of the run: a copy of the tree in memory of hosts. A
+            started run loads this copy or the newest checkpoint, whichever is of a later step. Close the replicas after the
+            run: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
         refresh_every: number of steps between two copies to ``replicas``.
         config: settings that decide the results, a value that JSON can hold. Different configs on ranks are an error. If a run
             continues with another config, the log lists the changes.
         files: source files that have to be equal on all ranks.
         on_nonfinite: what to do after a step whose loss or gradients hold an infinity or NaN: see :meth:`end_step`.
-        max_nonfinite: largest number of steps that may be left out: with ``"skip"`` in a row, with ``"roll back"`` in the whole
-            run.
+        max_nonfinite: largest number of steps that may be left out: for ``"skip"`` the steps in a row count, for ``"roll
+            back"`` all steps of the run.
         save_nonfinite: save trees whose tensors hold an infinity or NaN. If False, saving such a tree raises NonFiniteError.
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.
         background: write checkpoints while training continues.
         loggers: where rank 0 records values of :meth:`log`, throughput, slow ranks, restarts and faults. None means the file
-            ``log.jsonl`` in ``root``, from which ``fsharp report`` makes a page; nothing if ``root`` is a URL.
+            ``log.jsonl`` in ``root``, from which ``fsharp report`` makes a page. If ``root`` is a URL, None records nothing.
         elastic: keep the other ranks running if a rank is killed, fails or hangs: see :meth:`train`.
 
     Attributes:
-        step: number of the next step, which equals the count of finished and left-out steps.
+        step: number of the next step, the count of all finished and left-out steps.
 
     Raises:
-        RunError: an argument is wrong, or methods are called in another order than above.
+        RunError: an argument is wrong, or methods are called in another order than in the example.
         AgreementError: ranks were started differently; at the beginning of the context, or in :meth:`resume`.
 
     Cost for each axis: every ``agree_every`` steps an ``all_reduce`` of 4 bytes; a tenth as often an ``all_gather`` of 16
@@ -164,7 +165,7 @@ class Run:
 
     @api_boundary
     def __enter__(self) -> Self:
-        """Compare arguments between ranks, and begin to record signals and report errors."""
+        """Compare arguments between ranks. Begin to record signals, and to report errors of a rank to all ranks."""
         with ExitStack() as stack:
             stack.enter_context(reported_failures(self.comm, lambda: f"step {self.step}"))
             kept = self._checkpoints
@@ -216,8 +217,8 @@ class Run:
             tree: all values that a step needs and changes, as a pytree that a checkpoint can hold, such as a TrainState and the
                 sampler. The tree's tensors are overwritten, so do not use the tree afterwards. The tree needs the same leaves
                 in the whole run.
-            other: folder of the checkpoints of another run, with any strategy and number of ranks. The run continues from there
-                if it has no checkpoint yet, and saves that tree among its own checkpoints.
+            other: folder of the checkpoints of another run, with any strategy and number of ranks. If this run has no
+                checkpoint yet, it continues from the newest one there, and saves the loaded tree among its own checkpoints.
 
         Raises:
             RunError: ``other`` has no checkpoint, or rank 0 sees none where another rank does.

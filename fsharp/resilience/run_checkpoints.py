@@ -22,14 +22,14 @@ _LEARNS_WITHIN_S = 0.3
 
 
 class RunCheckpoints:
-    """The checkpoints of a run, on disk and in memory of hosts. ``options`` are further arguments of the :class:`Saver`.
+    """The checkpoints of a run, on disk and in memory of hosts. ``options``: arguments for :class:`Saver`, such as ``keep``.
 
     Attributes:
-        saved: step of the newest checkpoint on disk that this run has begun to write, or has loaded; -1 if there is none.
+        saved: step of the newest checkpoint on disk that this run has loaded, or has begun to write; -1 if there is none.
         newest: step of the newest checkpoint on disk or in memory of hosts, even if only begun; -1 if there is none.
         is_elastic: whether the run may return to an earlier step at any time, so that the tree of step 0 is kept as well.
-        has_values: whether checkpoints hold the values of the run: the tree of step 0 was saved, or a load has begun. The run
-            then no longer needs the caller's tree, whose tensors a load overwrites.
+        has_values: whether a return to an earlier step takes all values from a checkpoint. True once the tree of step 0 was
+            saved, or a load has begun to overwrite the tree that the caller passed. Before, the values are in that tree.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RunCheckpoints:
             raise RunError(problem("Run", what, facts, remedy))
 
     def unsaved_state_warning(self, tree: Any) -> str:
-        """Return a warning, or ``""``, if ``tree`` lacks residuals or a step, which a module's state dict does not have."""
+        """Return a warning if modules need residuals or a step, which ``tree`` lacks; else ``""``. State dicts have neither."""
         leaves = optree.tree_leaves(tree, is_leaf=is_node_saved_as_leaf)
         modules = [leaf.module if isinstance(leaf, ModuleWithPerRankBuffers) else leaf for leaf in leaves]
         states = [each.train_state for each in modules if isinstance(each, ShardedModule)]
@@ -103,7 +103,10 @@ class RunCheckpoints:
         return (self.replicas is not None and self.replicas.latest() is not None) or self.agree_whether_any_in(self.root)
 
     def agree_whether_any_in(self, root: str) -> bool:
-        """Return whether rank 0 sees a checkpoint in ``root``. RunError if only others do, as on a network with older views."""
+        """Return, on all ranks, whether rank 0 sees a checkpoint in ``root``.
+
+        Raises RunError if rank 0 sees none and another rank sees one: ranks see different folders, or rank 0 an old listing.
+        """
         found = check_on_all_ranks("Run", self._comm, lambda: has_checkpoints(root))
         texts = all_gather_texts("yes" if found else "", self._comm)
         if not texts[0] and (others := [rank for rank, text in enumerate(texts) if text]):
@@ -170,8 +173,8 @@ class RunCheckpoints:
     def has_own_failure(self) -> bool:
         """Return whether a save in the background has failed because of an error that began on this rank.
 
-        The error that this rank has caught may be a report of another rank, which has met this failure first. Then this method
-        still tells that this rank is the cause.
+        Another rank may find this failure first, and report it. This rank then catches an error about another rank, although
+        its own save is the cause. This method finds that out.
         """
         savers: list[BackgroundSaver] = [self._saver, *([] if self.replicas is None else [self.replicas])]
         return any(is_own_failure(error) for each in savers if (error := each.failure(_LEARNS_WITHIN_S)) is not None)

@@ -28,7 +28,7 @@ class RunLogger:
     """The record of a run, which rank 0 passes to loggers. The other ranks only take part in the search for slow ranks.
 
     With ``loggers=None`` rank 0 writes values to the file ``log.jsonl`` in the folder ``root``; if ``root`` is a URL, values
-    are not recorded. Ranks exchange their times every ``every`` steps. A logger without a method ``log`` is a RunError.
+    are not recorded. Ranks exchange their times every ``every`` steps. Raises RunError for a logger without a method ``log``.
 
     Attributes:
         stragglers: the detector of slow ranks; None over NCCL.

@@ -31,7 +31,7 @@ class IndexSampler:
         seed: seed of the order; any integer.
         shuffle: False keeps the samples in the order of the data set, in every epoch.
         uneven: allow a number of ranks that does not divide ``batch_size``; the first ranks then have one sample more. The loss
-            has to be a ``(sum, weight)`` pair, as a mean would give the samples of smaller parts more weight.
+            has to be a ``(sum, weight)`` pair, because a mean would give the samples of smaller parts more weight.
 
     Raises:
         RunError: ``num_samples`` or ``batch_size`` is not a positive integer, or ``seed`` is not an integer.
@@ -55,12 +55,13 @@ class IndexSampler:
 
         Args:
             step: number of the step, from 0.
-            rank: number of the rank, among ranks with different samples: ``comm.rank``, or the coordinate along the axes of
-                data parallelism.
-            num_ranks: number of these ranks.
+            rank: number of the rank among the ranks that take different samples: ``comm.rank``, or the coordinate along the
+                axes of data parallelism.
+            num_ranks: number of the ranks that take different samples.
 
         Raises:
-            RunError: the step is negative, ``rank`` is out of range, or the ranks do not divide the batch (see ``uneven``).
+            RunError: the step is negative, ``rank`` is out of range, or ``num_ranks`` does not divide ``batch_size`` and
+                ``uneven`` is False.
         """
         if step < 0:
             raise RunError(f"indices(): step is {step}, expected at least 0.")
@@ -81,8 +82,9 @@ class IndexSampler:
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
         """Yield a rank's indices of step ``start`` and all later steps, without end: a ``batch_sampler`` for a ``DataLoader``.
 
-        ``rank`` and ``num_ranks`` are as for :meth:`indices`. The iterator does not follow a Run that rolls back. Make a new
-        one from the Run's step after a roll back, and again after a step that the Run leaves out.
+        ``rank`` and ``num_ranks`` are as for :meth:`indices`. The iterator counts steps by itself. Whenever the step number of
+        a Run changes by something else than 1, make a new iterator with ``start=run.step``. This happens after a roll back,
+        and where the repeated steps leave a step out.
         """
         step = start
         while True:
