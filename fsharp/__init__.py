@@ -26,6 +26,8 @@ Glossary
     policy      what the compiler of schedules may choose (:class:`SchedulePolicy`).
     main copy   the parameters in the optimizer's dtype (master weights), kept where optimizer state rests.
     state tree  a subtree of a training state with a Sharded for each unit: parameters, main copies, or one moment of Adam.
+    format      how values are stored or travel, such as 8-bit codes with scales (:class:`~fsharp.formats.Format`).
+    plane       one array of numbers that a format stores, such as all codes, or all scales (:class:`~fsharp.formats.Plane`).
     engine      takes whole calls of functions, and decides when data move and in which memory; a scheduler has one.
     host        a machine with some of the ranks; *host memory* is the memory of its CPUs.
     generation  the job between two restarts of ranks; after a restart all ranks join the next one (``launch(restarts=)``).

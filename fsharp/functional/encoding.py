@@ -107,9 +107,9 @@ def add_encoded_difference(
 
 
 def encode_block_format_groups(tree: Any, encoded_in: Any = None) -> Any:
-    """Encode the groups whose format encodes block by block; return all other groups unchanged.
+    """Encode the groups whose format encodes block by block, not whole leaves. All other groups are returned unchanged.
 
-    ``encoded_in``: a tree of the same structure. Groups that are not encoded in ``encoded_in`` are returned unchanged, too.
+    ``encoded_in``: None, or a tree of the same structure. With a tree, only groups that are encoded there are encoded.
     """
 
     def encode_groups(node: Sharded, groups: Sequence[int]) -> Sharded:
@@ -122,9 +122,9 @@ def encode_block_format_groups(tree: Any, encoded_in: Any = None) -> Any:
 def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> Any:
     """Encode the groups whose format encodes whole leaves; return all other groups unchanged. All ranks call this function.
 
-    ``encoded_in`` is as for :func:`encode_block_format_groups`. Values are encoded in the optimizer's place, and gathered back
-    to their own place. Cost: this gather, and for each format an ``all_reduce`` of the maxima of leaves along each axis that
-    shards optimizer state.
+    ``encoded_in``: None, or a tree of the same structure. With a tree, only groups that are encoded there are encoded. Values
+    are encoded in the optimizer's place, and gathered back to their own place. Cost: this gather, and for each format an
+    ``all_reduce`` of the maxima of leaves along each axis that shards optimizer state.
     """
     jobs: dict[tuple[Format, tuple[str, ...]], tuple[str, list[LeafPart], list[str]]] = {}
 
@@ -161,8 +161,8 @@ def encode_leaf_format_groups(tree: Any, comm: Comm, encoded_in: Any = None) -> 
 def _map_groups_to_encode(fn: Any, tree: Any, encoded_in: Any, *, leaf_formats: bool) -> Any:
     """Return a tree with ``fn(node, groups)`` in place of each node. ``groups``: indices of the groups of the node to encode.
 
-    With ``leaf_formats`` these are the groups whose format encodes whole leaves, else those whose format encodes blocks.
-    ``encoded_in`` is as for :func:`encode_block_format_groups`.
+    With ``leaf_formats`` these are the groups whose format encodes whole leaves, else those whose format encodes blocks. With
+    a tree ``encoded_in``, groups that are not encoded there are left out.
     """
 
     def map_node(node: Any, other: Any = None) -> Any:

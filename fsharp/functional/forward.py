@@ -55,7 +55,8 @@ def forward(
         TreeError: no unit was passed, or the unit of a tied leaf was not passed exactly once.
         TreeError: parameters were changed in place, in ``fn`` or before the backward.
         TreeError: ``remat`` has a wrong value, or the call is under ``torch.func.linearize``.
-        TreeError: a unit was donated, or has a tensor class such as TransformerEngine's and ``comm`` is not a scheduler.
+        TreeError: a unit was donated.
+        TreeError: a unit has a tensor class, such as TransformerEngine's, and ``comm`` is not a scheduler.
         TreeError: a unit has main copies from :func:`~fsharp.shard`; pass ``params`` of :func:`~fsharp.init_state`.
         MeshError: ``comm`` is on another mesh than the unit.
 
@@ -148,11 +149,11 @@ def dummy_forward(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[S
     Otherwise the other ranks would wait in the unit's gather, and in the reduction of its gradients.
 
     Args:
-        sharded: the unit, as for :func:`forward`.
+        sharded: the unit as a :class:`Sharded`, or a pytree of units.
         x: a floating-point tensor. The loss has to depend on the tensor that this function returns for ``x``: the backward of
             this tensor takes part in the reduction.
         comm: the ranks.
-        ties: units that store tied leaves, as for :func:`forward`.
+        ties: the other units that store the values of tied leaves of this unit.
 
     Cost: the collectives of :func:`forward`. Gradient: ``x`` gets its gradient unchanged; the unit gets zeros.
     """

@@ -57,10 +57,10 @@ def loss_sum_and_weight(value: Any, where: str = "value_and_grad()") -> Loss:
 
     The result is a mean, which gets weight 1, or a pair of a weighted sum and its weight. Mean and sum are floating-point
     scalars. The weight is a number or a scalar tensor without gradient. A weight in a plain pair must not be a floating-point
-    tensor, which could be a metric; in a :class:`Loss` it may be one. Any other result is a LossError.
+    tensor, which could be a metric; in a :class:`Loss` it may be one.
 
-    A weight that is negative, infinite or NaN is a LossError too. This is checked if the weight is a number, or if weight and
-    loss are on a CPU and no transform of torch.func is active.
+    Raises LossError for any other result, and for a weight that is negative, infinite or NaN. The value of a weight is checked
+    if the weight is a number, or if weight and loss are on a CPU and no transform of torch.func is active.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
@@ -112,10 +112,11 @@ def check_depends_on_parameters(loss: Loss, *, has_trainable: bool, where: str =
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:
-    """Return ``count`` batches with equal parts of each tensor along dim 0. All other leaves, and units, are in all batches.
+    """Return ``count`` batches: each has an equal part, along dim 0, of each tensor in ``batch``. The parts are views.
 
-    Raises LossError if the size of dim 0 of a tensor is not a multiple of ``count``, or if a leaf that is no tensor, such as a
-    dataclass, holds arrays or tensors. With ``count`` 1 nothing is checked. The parts are views.
+    Each batch has all other leaves as they are, and each Sharded, such as parameters in the batch. With ``count`` 1 nothing is
+    checked. Raises LossError if a tensor has no dims, or a size of dim 0 that is not a multiple of ``count``. Raises LossError
+    if a leaf that is no tensor, such as a dataclass, holds arrays or tensors.
     """
     if count == 1:
         return [batch]
@@ -138,7 +139,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
 
 
 def _holds_tensors_or_arrays(leaf: Any) -> bool:
-    """Whether a leaf that is no tensor is an array with dims, or a dataclass or mapping with tensors or arrays in it."""
+    """Return whether a leaf that is no tensor is an array with dims, or a dataclass or mapping with tensors or arrays in it."""
     values: Any
     if isinstance(leaf, Mapping):
         values = list(leaf.values())

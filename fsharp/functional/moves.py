@@ -177,8 +177,8 @@ def reduce_scatter(
         tree: a :class:`Sharded` of gradients, or a pytree that contains some. Gradients with respect to gathered parameters
             count as partial sums.
         comm: the ranks.
-        to: the target place, by name or as a :class:`~fsharp.layouts.MeshPlacement`. ``"optim"`` is where the optimizer needs
-            gradients.
+        to: the target place, by name or as a :class:`~fsharp.layouts.MeshPlacement`. ``"optim"`` is the place of optimizer
+            state, in which an update takes gradients.
         residuals: residuals as :func:`~fsharp.value_and_grad` has returned them, with ``Precision(feedback=True)``.
         step: number of the step, ``state.step``, for formats that round stochastically.
         donate: overwrite ``residuals``, and return the same tensors. If False, residuals are copied.
@@ -188,12 +188,14 @@ def reduce_scatter(
         residuals for the next step.
 
     Raises:
-        TreeError: the tree has no unit, or encoded ones; or the move would have to gather, or to make partial sums.
-        TreeError: residuals, or ``step`` of stochastic rounding, are missing or do not fit.
+        TreeError: the tree has no unit, or has an encoded unit.
+        TreeError: the move would have to gather, or to make partial sums.
+        TreeError: ``residuals`` are missing for ``Precision(feedback=True)``, or are those of another layout.
+        TreeError: ``step`` is missing for a format that rounds stochastically, or is no integer of at least 0.
         TreeError: residuals are passed under a ``torch.func`` transform.
         MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of the buffer in the ``wire`` dtype. If ``to``
+    Cost: along an axis of ``n`` ranks a rank sends ``(n - 1) / n`` of the bytes of each buffer in the ``wire`` dtype. If ``to``
     is replicated along the axis, the rank also sends this fraction of the bytes of the sums in the ``accumulate`` dtype. Except
     for NCCL's own reductions, sums are taken in order of rank. Gradient: the gradient with respect to ``tree`` is the gradient
     with respect to the result, moved by :func:`gather`.
@@ -209,7 +211,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_unchecked(tree: Any, to: PlaceName, comm: Comm, donated_residuals: ResidualViews) -> Any:
-    """Run :func:`reduce_scatter` without its checks. ``donated_residuals`` are overwritten."""
+    """Run :func:`reduce_scatter` without its checks. Return the tree alone: new residuals overwrite ``donated_residuals``."""
     if (engine := engine_of(comm)) is not None:
         return engine.run_reduce_scatter(tree, to, donated_residuals)
 
@@ -280,7 +282,7 @@ def reduce_partial_sums(
 ) -> torch.Tensor:
     """Sum one buffer of partial gradients over ranks, and return this rank's part in ``target``, in the accumulate dtype.
 
-    ``source``: the place of ``x``. ``residuals`` are overwritten.
+    ``source``: the place of ``x``. ``residuals``: encoding errors of earlier gradients, overwritten by the new errors.
     """
     dtypes, accumulate = unit.groups[group].dtypes, unit.groups[group].dtypes.accumulate
     label = f"reduce {unit.name or '(root)'}"

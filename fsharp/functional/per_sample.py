@@ -119,10 +119,10 @@ def _norms_of_chunk(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, 
 
 
 class _SquaredGradSinks(GradientSinks):
-    """A GradientSinks that adds up the squares of arriving gradients for each sample, and does not keep the gradients.
+    """A GradientSinks that keeps no gradient: for each sample it adds up the squared elements of all gradients that arrive.
 
-    A handle has the shape ``[samples, size of the full buffer]``: see :class:`GradientSinks`. ``squares``: sum of squares of
-    each sample so far, in float64. ``level``: level of the vmap over samples.
+    A handle, at which the gradients of a buffer arrive, has the shape ``[samples, size of the full buffer]``. ``squares``: the
+    sum for each sample so far, in float64. ``level``: level of the vmap over samples.
     """
 
     def __init__(self, squares: torch.Tensor) -> None:

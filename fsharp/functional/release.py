@@ -76,9 +76,10 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     held_ref = weakref.ref(saved)  # the hooks do not keep the buffers alive
 
     def gather_again(_: Any) -> None:
-        """Gather the parameters once in each backward, when the backward reaches an output of the call.
+        """Gather the parameters again: a hook that runs in a backward, before the node of each output of the call.
 
-        All ranks have to take part in the gather. So this hook gathers even if this rank has saved nothing.
+        Only the first run of the hook in a backward gathers. All ranks have to take part in the gather. So the hook gathers
+        even if this rank has saved nothing.
         """
         nonlocal last
         if last != (task := torch._C._current_graph_task_id()):
@@ -113,9 +114,9 @@ def in_place_change_check(nodes: Sequence[Sharded]) -> Callable[[], None]:
 
 
 def raw_saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
-    """Yield autograd's SavedTensor of each tensor that the nodes of :func:`_graph_nodes_since` have saved.
+    """Yield autograd's SavedTensor of each tensor that a graph node has saved: for ``roots``, and for newer nodes below them.
 
-    A SavedTensor that has hooks already is left out.
+    Newer nodes are those with a sequence number of at least ``sequence_nr``. A SavedTensor that has hooks already is left out.
     """
     for node in _graph_nodes_since(roots, sequence_nr):
         kind: Any = type(node)
@@ -127,7 +128,7 @@ def raw_saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 
 
 def tensors_kept_on_ctx(roots: set[Any], sequence_nr: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors that nodes of :func:`_graph_nodes_since` keep as attributes of ``ctx``, unknown to autograd."""
+    """Yield the tensors that graph nodes keep as attributes of ``ctx``, unknown to autograd: see :func:`raw_saved_tensors`."""
     for node in _graph_nodes_since(roots, sequence_nr):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 

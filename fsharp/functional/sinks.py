@@ -159,10 +159,11 @@ class _AttachHandle(torch.autograd.Function):
 
 
 def _as_summands(x: torch.Tensor, source: MeshPlacement, target: MeshPlacement, comm: Comm) -> torch.Tensor:
-    """Return what this rank adds to a sum over ranks for ``x``, a gradient in the place ``source``. Each element counts once.
+    """Return this rank's summand of a gradient ``x``, so that the sum over ranks has each element once.
 
-    Where ``target`` is partial, all ranks but the first have zeros for a replicated ``x``, and a rank has zeros for parts of
-    other ranks. Where ``target`` is sharded, a rank takes its part of a replicated ``x``.
+    ``source``: the place of ``x``. Along an axis on which ``target`` is partial, a replicated ``x`` becomes zeros on all ranks
+    but the first, and a sharded ``x`` is padded with zeros to the whole buffer. Along an axis on which ``target`` is sharded, a
+    replicated ``x`` is cut to this rank's part.
     """
     for axis in reversed(source.axis_order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)

@@ -114,10 +114,10 @@ def reduce_calls(unit: UnitLayout, group: int, source: MeshPlacement, target: Me
 
 
 def calls_of_stages(stages: Iterable[ReductionStage], accumulate: torch.dtype) -> Iterator[Call]:
-    """Yield the collectives of a reduction that runs in ``stages``. Sums have the dtype ``accumulate``.
+    """Yield the collectives of a reduction in ``stages``. ``accumulate``: dtype of the sums.
 
-    An ``all_reduce`` whose input has another dtype than ``accumulate`` counts as two calls. These are a ``reduce_scatter`` in
-    the input's dtype, and an ``all_gather`` in the dtype ``accumulate``.
+    An ``all_reduce`` whose input has a dtype other than ``accumulate`` runs as two collectives, and both are yielded: a
+    ``reduce_scatter`` in the input's dtype, and an ``all_gather`` in the dtype ``accumulate``.
     """
     for op, axis, n, size, out, dtype, wire, _ in stages:
         part = -(-size // n)

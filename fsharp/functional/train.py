@@ -107,7 +107,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         TreeError: ``params`` are main copies from :func:`~fsharp.shard`; pass ``params`` of :func:`~fsharp.init_state`.
         LossError: the batch cannot be split.
         LossError: the call is under a ``torch.func`` transform; ``loss_fn`` itself may use transforms.
-        TreeError: residuals, or ``step`` of stochastic rounding, are missing or do not fit.
+        TreeError: ``residuals`` are missing for ``Precision(feedback=True)``, or are those of another layout.
+        TreeError: ``step`` is missing for a format that rounds stochastically, or is no integer of at least 0.
 
     Cost: under ``zero3`` two gathers and one reduction for each unit and microbatch. Memory: one full unit beside the shards.
     As in ``Tensor.backward``, tensors with ``requires_grad`` that are not parameters get their gradient added to ``.grad``.

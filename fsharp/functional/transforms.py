@@ -12,7 +12,7 @@ def is_transform_active() -> bool:
 
 
 def is_non_vmap_transform_active() -> bool:
-    """Return whether a transform other than vmap is active: autograd then saves the transform's tensors, not the plain ones."""
+    """Return whether a transform other than vmap is active. Under such a transform, autograd saves wrapped tensors."""
     if not is_transform_active():
         return False
     stack = _functorch.get_interpreter_stack() or ()

@@ -42,8 +42,8 @@ def as_jax_array(x: torch.Tensor) -> Any:
     arrays are constant. Unless ``jax_enable_x64`` is set, integers of 64 bits are copied to 32 bits.
 
     Raises a TreeError if JAX has no such dtype, or would change the values: a float64, or an integer that needs 64 bits,
-    without ``jax_enable_x64``. The same error is raised if the tensor is not one block of memory, as a DTensor or a sparse
-    tensor. A forked process raises it too, see :func:`check_not_forked_after_jax`.
+    without ``jax_enable_x64``. Raises a TreeError if the tensor is not one block of memory, as a DTensor or a sparse tensor.
+    Raises a TreeError in a process that was forked from a process with JAX.
     """
     check_not_forked_after_jax("a tensor for JAX")
     if x._is_zerotensor():  # a zero tangent of forward mode
@@ -81,9 +81,10 @@ class _NumpyMemory:
 
 
 def as_jax_array_and_lifetime(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
-    """Return a contiguous tensor as an array on a JAX device, and the object that JAX keeps alive while it uses the memory.
+    """Return a contiguous tensor as an array on a JAX device, and an object that JAX keeps alive while it uses the memory.
 
-    DLPack assigns all CPU memory to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
+    The object is the ``holder`` for :func:`~fsharp.functional.layout.lent_memory.mark_read_only`. DLPack assigns all CPU memory
+    to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
     """
     check_has_memory(x)
     if x.device.type != "cpu":

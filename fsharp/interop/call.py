@@ -129,10 +129,10 @@ def _unflatten_and_call(fn: Callable[..., Any], spec: optree.PyTreeSpec, constan
 
 
 class _CallRecord:
-    """A record of a call of a program.
+    """What a :class:`_CompiledFunction` records in one call, for the results and the backward of this call.
 
     Attributes:
-        wanted: whether autograd needs the gradient, for each argument; None if no gradient is recorded.
+        wanted: for each argument, whether autograd needs its gradient; None if no gradient is recorded.
         structure: tree structure of the results.
         residuals: arrays that the backward needs besides the arguments; None if no gradient is recorded.
     """
@@ -212,7 +212,11 @@ class _CompiledFunction:
     def pull_back(
         self, residuals: _VjpResiduals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Return gradients of the wanted arguments, from gradients of results. ``arrays``: ``residuals.arrays`` as tensors."""
+        """Return the gradients of the arguments that required a gradient in the forward, by the ``vjp`` of this forward.
+
+        ``arrays``: ``residuals.arrays`` as autograd has saved them: tensors, or None for an array that is still in
+        ``residuals``. ``cotangents``: the gradients of the results that are floating-point or complex.
+        """
         rest = iter([x if y is None else as_jax_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)])
         given = [as_jax_array(x) for x in arguments]
         leaves = [next(rest) if number is None else given[number] for number in residuals.argument_indices]

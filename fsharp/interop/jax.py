@@ -121,20 +121,21 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
     Args:
         tree: any pytree of :class:`~fsharp.Sharded` with arrays, from :func:`to_jax` or from a JAX function.
         layout: the layout of the tree.
-        devices: the device of each rank, as for :func:`to_jax`.
+        devices: the device of each rank; by default ``jax.devices()`` in order.
         donate: take the memory of the arrays, and delete the arrays. False copies the memory, as JAX may still read it when
             torch writes to it.
 
     Returns:
         The tree with this rank's tensors; a list of trees if this process has the devices of several ranks. A scalar array
-        outside of a Sharded becomes a number, as ``jax.jit`` makes arrays of numbers. Other leaves there are unchanged.
+        outside of a Sharded becomes a number, as ``jax.jit`` turns numbers into arrays. All other leaves outside of a Sharded
+        are unchanged.
 
     Raises:
-        TreeError: an array is deleted, or has another sharding than its place: pass ``out_shardings=shardings(...)`` to
+        TreeError: an array is deleted, or is not sharded as :func:`shardings` says: pass ``out_shardings=shardings(...)`` to
             ``jax.jit``.
-        LayoutError: as for :func:`to_jax`.
+        LayoutError: there are fewer devices than ranks, or no device of this process.
 
-    Cost: a copy of this rank's part, or none.
+    Cost: a copy of this rank's part; none with ``donate``.
     """
     check_not_forked_after_jax("from_jax()")
     mesh, here = _jax_mesh_and_local_devices(layout, devices)
@@ -174,7 +175,10 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
     Args:
         layout: made by :func:`~fsharp.plan`.
         place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.MeshPlacement`.
-        devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
+        devices: the device of each rank; by default ``jax.devices()`` in order.
+
+    Raises:
+        LayoutError: there are fewer devices than ranks, or no device of this process; or ``place`` is not of the strategy.
     """
     mesh, _ = _jax_mesh_and_local_devices(layout, devices)
 

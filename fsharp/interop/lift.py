@@ -60,8 +60,9 @@ _REDUCTION_PRIMITIVES: dict[str, ReduceOp] = {
 class LeafRange(NamedTuple):
     """Elements ``[first, last)`` of a leaf, on one rank.
 
-    ``axes``: mesh axes along which the leaf is cut; empty if the rank has the whole leaf. ``is_varying``: whether the leaf
-    differs between ranks along some axis. The elements rest in the flat buffer with index ``buffer``, from ``start`` on.
+    ``path``, ``shape``: of the whole leaf. ``axes``: mesh axes along which the leaf is cut; empty if the rank has the whole
+    leaf. ``is_varying``: whether the leaf differs between ranks along some axis. The elements rest in the flat buffer with the
+    index ``buffer``, from its element ``start`` on.
     """
 
     path: str
@@ -117,7 +118,8 @@ class LocalJaxprRun:
     """One run of a jaxpr on this rank's elements of the leaves.
 
     Attributes:
-        known: results of finished reductions over ranks, by position of their equation; None takes zeros, for a trial.
+        known: results of finished reductions over ranks, by position of the reduction's equation. None: each result is zero,
+            for a trial.
         pending: unfinished reductions that this run needs, each with this rank's summand.
     """
 
@@ -126,7 +128,10 @@ class LocalJaxprRun:
         self.pending: dict[EquationKey, tuple[CrossRankReduction, Any]] = {}
 
     def run_jaxpr(self, closed: ClosedJaxpr, args: Sequence[Any], at: EquationKey = ()) -> list[Any]:
-        """Return the results of ``closed``, in the equation ``at``. LayoutError if it needs elements that other ranks hold."""
+        """Return the results of the jaxpr ``closed`` for ``args``. LayoutError if it needs elements that other ranks hold.
+
+        ``at``: position of the equation whose jaxpr this is; empty for the whole function.
+        """
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -156,7 +161,7 @@ class LocalJaxprRun:
         """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
 
         ``what`` is the result in words. ``at`` is the key of the exchange between ranks that the result may need. Raises
-        LayoutError if the result is made of elements of another leaf.
+        LayoutError if the result is made of elements of another leaf, and ranks differ in these elements.
         """
         if not isinstance(value, ArrayShard):
             return value
@@ -230,9 +235,9 @@ class LocalJaxprRun:
         return self._reduce_over_ranks(_ONE_ELEMENT, value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
-        """Return the leaf index of the ArrayShards among the operands ``values``; None if no operand is an ArrayShard.
+        """Return the index of the leaf from which ``values``, the operands of a primitive, are computed; None without a leaf.
 
-        ``name``: name of the primitive, for messages. Raises a LayoutError for ArrayShards of two leaves.
+        ``name``: name of the primitive, for the error. Raises a LayoutError if two operands are computed from different leaves.
         """
         found = {value.leaf for value in values if isinstance(value, ArrayShard)}
         if len(found) > 1:
@@ -242,10 +247,10 @@ class LocalJaxprRun:
         return next(iter(found), None)
 
     def _other_ranks_error(self, what: str, part: LeafRange) -> LayoutError:
-        """Return the error about a computation ``what`` that needs elements which this rank does not have.
+        """Return the error for a computation that needs elements of a leaf which this rank does not have.
 
-        The message depends on ``part``: its elements are on several ranks, or, with ``part.is_varying``, each rank has other
-        values of the leaf.
+        ``what``: the computation in words. ``part``: this rank's part of the leaf. The text says that the leaf's elements are
+        on different ranks; or, with ``part.is_varying``, that each rank has a leaf of its own.
         """
         why, remedy = "of which ranks have leaves of their own", "Use a transformation that looks at each leaf by itself"
         if not part.is_varying:

@@ -27,7 +27,7 @@ class OptaxState(NamedTuple):
     Attributes:
         optax: the optax state, with tensors in place of numbers. A :class:`BufferPlaceholder` stands for each array with a
             value for each element of a parameter.
-        buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
+        buffers: trees like the parameters, in the optimizer's place, with the elements of the arrays that have placeholders.
     """
 
     optax: Any
@@ -204,7 +204,7 @@ def _as_number_or_array(x: Any) -> Any:
 
 
 def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> list[Any]:
-    """Return the arrays of a state outside of buffers, in optax's dtypes. TreeError for another state than was traced."""
+    """Return the arrays of ``state`` outside of buffers, in optax's dtypes. TreeError if ``state`` does not fit ``traced``."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, BufferPlaceholder))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []

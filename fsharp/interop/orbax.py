@@ -30,14 +30,14 @@ _BOOL_REMEDY = "Orbax describes no tree with a Python bool: load it by ocp.load(
 
 
 class _OrbaxSlice(NamedTuple):
-    """The array in the Orbax checkpoint from which a tensor is read: a whole leaf, or its slice ``layer`` along ``dim``."""
+    """The source of a tensor in an Orbax checkpoint: the array ``leaf``, or its slice with index ``layer`` along ``dim``."""
 
     leaf: str
     dim: int = 0
     layer: int | None = None
 
     def of(self, array: Any) -> Any:
-        """Return the elements, given the array of the leaf."""
+        """Return the tensor's elements, as an array, from ``array``, the array of the whole leaf."""
         return array if self.layer is None else array.take(self.layer, self.dim)
 
 
@@ -60,7 +60,7 @@ def from_orbax(
     Args:
         folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` has written, or the folder of one step that a
             ``CheckpointManager`` has written.
-        root: folder of the new checkpoint, as for :func:`fsharp.checkpoint.save`.
+        root: folder of checkpoints, in which the new checkpoint gets a folder.
         step: number of the step, in the checkpoint's name.
         ignore: patterns of names to leave out; each has to match a name.
         unstack: dict from the path of a subtree whose leaves hold all layers, as ``lax.scan`` takes them, to the dim that

@@ -42,20 +42,21 @@ class RankLeafRanges(NamedTuple):
 
 
 class TracedTransformation:
-    """The jaxprs of a transformation for trees of one layout, the same on all ranks.
+    """The jaxprs of an optax transformation ``tx``, for whole leaves. They do not depend on the rank, and ranks compare them.
 
-    ``extra``: shape and dtype of each extra argument of the update of ``tx``, by name.
+    ``params``: the tree of parameters in the optimizer's place. ``extra``: shape and dtype of each extra argument of
+    ``tx.update``, by name.
 
     Attributes:
         state: shape and dtype of each array of the state, in JAX's order.
         paths: path of each array of the state.
-        positions: where each array of the state is stored. An array with a value for each element of a leaf, such as a moment,
-            has a pair. The pair is the index of this leaf, and the index of the tree of buffers that stores the array. Other
-            arrays have None.
+        positions: for each array of the state, where the array is stored: a pair ``(leaf, tree)``, or None. ``leaf`` is the
+            index of the leaf for whose elements the array has values, as a moment has. ``tree`` is the index of the tree of
+            buffers that stores these values. None: the array is stored as it is, such as a count.
         unused: names of extra arguments that the update does not use.
 
     Raises:
-        LayoutError: the transformation needs elements of a leaf that are not on this rank.
+        LayoutError: the transformation needs elements of a leaf that another rank holds.
         TreeError: optax refuses the tree or the extra arguments.
     """
 
@@ -104,7 +105,7 @@ class TracedTransformation:
 
     @cached_property
     def digest(self) -> str:
-        """The digest of :attr:`text`."""
+        """A digest of :attr:`text`, 16 hexadecimal digits, for ranks and checkpoints to compare."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def leaf_ranges_of_rank(self, params: Any, rank: int) -> RankLeafRanges:
@@ -172,12 +173,13 @@ class TracedTransformation:
         return positions, [dtype for dtype, _ in trees]
 
     def in_stored_form(self, lifted: LocalJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """Return the results ``out`` of the run ``lifted`` as this rank stores them: elements of a leaf, or a whole array.
+        """Return the results ``out`` of the run ``lifted`` as this rank stores them: its part of an array, or a whole array.
 
-        ``out`` has the update of each leaf, if any, and then the arrays of the state. ``owners`` has an item for each array of
-        the state: the index of the leaf that is cut between ranks like the array; None if each rank stores the whole array.
+        ``out`` has, in a run of ``update``, first the update of each leaf; then, in each run, the arrays of the state.
+        ``owners`` has an item for each array of the state: the index of the leaf for whose elements the array has values, of
+        which each rank stores its part; or None, if each rank stores the whole array.
 
-        Raises a LayoutError if a result has elements of another leaf, of which other ranks hold other values.
+        Raises a LayoutError if a result is made of elements of a leaf other than its owner, and ranks differ in these elements.
         """
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
@@ -212,14 +214,20 @@ class CompiledTransformation:
         self._compiled: dict[Any, _CompiledRound] = {}
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
-        """Return a new state in two lists: trees of buffers, like the parameters; and all other arrays, such as a count."""
+        """Return a new state as two lists: trees of Sharded like ``params`` (moments), and other arrays (counts).
+
+        ``params``: the tree of parameters in the optimizer's place.
+        """
         flats, plain = self._run_in_rounds("init", [_local_shards_as_arrays(params)], [], comm)
         return [_tensor_tree_like(params, each) for each in flats], plain
 
     def update(
         self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
     ) -> tuple[Any, list[Any], list[Any]]:
-        """Return the updates, and the new state as :meth:`init` does. ``buffers`` and ``plain``: the old state in this form."""
+        """Return ``(updates, trees, arrays)``: the updates, and the new state in the two lists of :meth:`init`.
+
+        ``buffers`` and ``plain``: the two lists of the old state. ``extra``: the extra arguments, in the order of their names.
+        """
         # A scheduler reuses the memory of gradients after the step, while JAX may still hold it.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_local_shards_as_arrays(grads), _local_shards_as_arrays(params), *map(_local_shards_as_arrays, buffers)]
@@ -425,7 +433,10 @@ def _tensor_tree_like(tree: Any, arrays: Sequence[Any]) -> Any:
 def _reduce_pending(
     pending: Mapping[EquationKey, CrossRankReduction], values: Sequence[Any], comm: Comm
 ) -> dict[EquationKey, Any]:
-    """Reduce ``values`` of ``pending`` over ranks, and return results by key; reductions of one kind share a collective."""
+    """Reduce ``values``, this rank's summands of ``pending``, over ranks. Return the results by key.
+
+    Reductions by the same operation along the same axes share a collective.
+    """
     by_reduction: dict[CrossRankReduction, list[tuple[EquationKey, Any]]] = {}
     for (key, reduction), value in zip(pending.items(), values, strict=True):
         by_reduction.setdefault(reduction, []).append((key, value))

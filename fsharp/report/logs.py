@@ -38,16 +38,17 @@ class Logger(Protocol):
 
         Args:
             step: number of the step.
-            values: by name: numbers, tensors with one element, texts; lists and dicts of these; a
-                :class:`~fsharp.inspect.Timeline` or a :class:`~fsharp.Layout`.
+            values: dict from a name to a number, a tensor with one element, a text, None, a
+                :class:`~fsharp.inspect.Timeline` or a :class:`~fsharp.Layout`. Also nested lists and dicts of numbers, tensors,
+                texts and None.
         """
 
 
 class JsonlLogger:
-    """A :class:`Logger` that appends a line of JSON to a file for each call, from which ``fsharp report`` makes a page.
+    """A :class:`Logger` that appends one line of JSON to a file in each call. ``fsharp report`` makes a page from the file.
 
     A line has the step, the time in seconds since 1970, and the values. Infinite numbers and NaN are texts, such as ``"nan"``.
-    A killed process may have written a part of a line; later lines begin anew, and readers leave the part out.
+    If a killed process has written only a part of a line, the next call begins a new line, and readers skip the part.
 
     Args:
         path: path of the file. Missing folders are made with the first line.
@@ -61,8 +62,8 @@ class JsonlLogger:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line with the step and the values. OptionError if JSON cannot hold a value, OSError if writing fails.
 
-        The names ``step`` and ``time`` are an OptionError, as each line has them. So is a step from 2**53 on: a reader that
-        keeps numbers as doubles would take it for another step.
+        OptionError for a value with the name ``step`` or ``time``, as each line has them. OptionError for a step from 2**53 on:
+        a reader that keeps numbers as doubles would take it for another step.
         """
         check_names("log()", values, _LINE_NAMES)
         if type(step) is not int or abs(step) >= STEP_LIMIT:
@@ -150,7 +151,7 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     Infinite numbers and NaN are kept. A timeline or a layout becomes a dict.
 
     Raises:
-        OptionError: a value is neither None nor of a kind that :meth:`Logger.log` takes, or is nested too deeply.
+        OptionError: a value is of a kind that :meth:`Logger.log` does not take, or is nested in more than 100 lists and dicts.
         OptionError: two values would have the same name if the names of nested values were joined by ``/``.
     """
     plain = {str(name): _plain_value(str(name), value) for name, value in _without_timelines_layouts(values).items()}

@@ -54,7 +54,10 @@ def log_page(log: RunLog, *, title: str) -> str:
 
 
 def page_data(log: RunLog, title: str) -> dict[str, Any]:
-    """Return what the page of a run draws, as values for JSON: charts, marks, events, timelines and the layout."""
+    """Return what the page of a run draws, as values for JSON: charts, events, timelines, the layout and more.
+
+    ``"marks"`` are vertical lines in all charts: at each event, and at each step from which the run was started again.
+    """
     marks = [(step, f"started again at step {step}", False) for step, _, _ in log.starts[1:]]
     marks += [(step, text, True) for step, _, text in log.events]
     own_s, _ = _downsample_min_max(sorted(log.own_s.items()), max)
@@ -90,7 +93,7 @@ def _sorted_series(log: RunLog) -> list[tuple[str, dict[int, float]]]:
 
 
 def _chart_data(values: dict[int, float]) -> dict[str, Any]:
-    """Return the data of a chart: finite points, marks of values that are not finite, and the last value."""
+    """Return the data of a chart of ``values``, by step: finite points, marks at values that are not finite, the last value."""
     rows = sorted(values.items())
     points, every = _downsample_min_max([row for row in rows if math.isfinite(row[1])], lambda value: value)
     bad = [(step, str(value)) for step, value in rows if not math.isfinite(value)]
@@ -130,7 +133,7 @@ def predicted_vs_measured_rows(timelines: dict[str, dict[str, Any]]) -> list[lis
 
 
 def _seconds_by_kind(timeline: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of each kind of op. Ops that share a collective count once."""
+    """Return the seconds of each kind of op in a timeline. Ops of one bucket, which share a collective, count once."""
     result: dict[str, float] = {}
     for kind, _, start, stop in dict.fromkeys((span[1], span[4], span[5], span[6]) for span in timeline["spans"]):
         if stop > start:

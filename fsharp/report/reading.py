@@ -80,9 +80,10 @@ class RunLog:
                         self.times[step] = time
 
     def _remove_steps_from(self, step: int) -> None:
-        """Remove what a run that starts again at ``step`` makes anew: values from ``step`` on, and later checkpoints.
+        """Remove from this object what a run that starts again at ``step`` will record again.
 
-        The checkpoint of ``step`` stays, as the run starts from it.
+        These are the values of ``step`` and of later steps, and the checkpoints of later steps. The checkpoint of ``step``
+        stays, as the run starts from it.
         """
         kept: list[dict[int, Any]] = [*self.series.values(), self.times, self.own_s]
         for values in kept:
@@ -92,7 +93,10 @@ class RunLog:
 
 
 def read_log(folder: Path) -> RunLog:
-    """Return the log in a run's folder or its subfolder ``checkpoints``. OptionError if none has a line to show."""
+    """Return the log of a run: from ``log.jsonl`` in ``folder``, or, if there is none, in its subfolder ``checkpoints``.
+
+    Raises OptionError if there is no such file, or if the file has no line that can be shown.
+    """
     paths = [each / LOG_FILE for each in (folder, folder / "checkpoints")]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:

@@ -29,18 +29,19 @@ def step_page(
     """Return an interactive picture of steps as the text of one HTML file, which needs neither a network nor another file.
 
     The picture is that of :func:`~fsharp.inspect.report`: a lane for each stream, and the live bytes of the arena. Point at a
-    bar to read its op, its unit, the bytes that it sends, its time, and its memory. Several steps are one below another, on
-    one axis.
+    bar to read its op, its unit, the bytes that it sends, its time, and its memory. Several steps are drawn one below another,
+    on one axis of time.
 
     Args:
-        steps: a schedule or a timeline; or several, by the names that the picture has for them.
+        steps: a schedule or a timeline; or several: a dict from the title of each to a schedule or a timeline.
         hardware: machine on which to simulate the schedules. Without it they are drawn in the order of their ops, with equal
             widths; a collective then reaches from its issue to the op that waits for it.
         title: title of the page.
 
     Raises:
         ScheduleError: ``steps`` is empty or wrong, or ``hardware`` is given without a schedule.
-        ScheduleError: schedules without ``hardware`` and timelines, which have times, share an axis.
+        ScheduleError: ``steps`` has schedules and timelines, and there is no ``hardware``: timelines have times, and schedules
+            have none.
     """
     named: Mapping[str, Any] = steps if isinstance(steps, Mapping) else {"": steps}
     for name, each in named.items():

@@ -28,7 +28,7 @@ def from_huggingface(
 
     Args:
         folder: a folder as ``save_pretrained()`` writes it, with an index if there are several files; or one file.
-        root: folder of checkpoints, as for :func:`~fsharp.checkpoint.save`.
+        root: folder of checkpoints, in which the new checkpoint gets a folder.
         step: number of the step, for the checkpoint's name.
         config: config of the new checkpoint, a value that JSON can hold.
 
@@ -51,7 +51,7 @@ def from_huggingface(
 
 
 def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorEntry:
-    """Return the entry of a tensor that one process writes as a whole. The entry has no elements."""
+    """Return the entry of a tensor that one process writes as a whole. The elements are read later: ``local`` is empty."""
     n = torch.Size(shape).numel()
     return TensorEntry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
 

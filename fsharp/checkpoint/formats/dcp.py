@@ -112,7 +112,11 @@ def to_dcp(
 
 
 def _lazy_save_planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> "SavePlanner":
-    """Return a DCP planner of tensors ``names`` and ``values``, by DCP's key, which reads a chunk when the writer asks."""
+    """Return a planner with which DCP writes tensors and values. The planner reads a chunk only when DCP writes the chunk.
+
+    ``names``: dict from DCP's key of a tensor to the tensor's name in ``found``. ``values``: dict from DCP's key of a number,
+    text or other object to this object.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -183,7 +187,7 @@ def from_dcp(
 
     Args:
         folder: folder of DCP: a path, or a URL of fsspec.
-        root: folder of checkpoints, as for :func:`~fsharp.checkpoint.save`.
+        root: folder of checkpoints, in which the new checkpoint gets a folder.
         step: number of the step, for the checkpoint's name.
         ignore: patterns of keys to leave out. Each pattern has to match a key.
         config: config of the new checkpoint, a value that JSON can hold.
@@ -272,7 +276,7 @@ def _check_total_size_fits_files(storage: Storage, folder: str, metadata: Any, e
 
 
 def _load_item_or_chunk(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """Return the object under the key ``name`` of DCP; of a tensor, the chunk whose first element is at ``offsets``."""
+    """Return the object under DCP's key ``name``; with ``offsets`` the chunk of a tensor whose first element is there."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))

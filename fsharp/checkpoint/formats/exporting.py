@@ -83,19 +83,21 @@ def export_torch(
 
     Args:
         checkpoint: the checkpoint, or its path.
-        folder: path of a new or empty folder, or a URL of fsspec, as for :func:`export_safetensors`.
-        subtree: part of the checkpoint to export, as for :func:`export_safetensors`.
+        folder: path of a new or empty folder, which appears once all files are complete. Or a URL of fsspec: there the files
+            appear one by one.
+        subtree: part of the checkpoint to export, such as ``"params"`` of a TrainState. Numbers and texts are left out, and a
+            tied tensor is written under only one of its names.
         rename: function from a name below ``subtree`` to the name in the files.
         dtype: dtype to which floating-point tensors are rounded, such as ``torch.bfloat16``; None keeps their dtypes.
         max_file_nbytes: the largest number of bytes of tensors in a file; a larger tensor gets a file of its own.
 
     Raises:
         CheckpointError: the folder is not empty, there is nothing to write, or the checkpoint is damaged.
-        CheckpointError: two tensors get one name, a value is too large for ``dtype``, or a tensor was saved with
-            ``planes=True``. No file is left.
+        CheckpointError: two tensors get one name, a value is too large for ``dtype``, or a tensor was saved by
+            ``fsharp.checkpoint.save(planes=True)``. No file is left.
 
-    Cost: reads each header and every tensor that is written, and checks their digests. Memory: the tensors of one file, so
-    ``max_file_nbytes`` bytes.
+    Cost: reads each header and every tensor that is written, and checks their digests. Memory: the tensors of one file, which
+    are ``max_file_nbytes`` bytes or one larger tensor.
     """
     _export("export_torch()", checkpoint, folder, _TORCH, subtree, rename, dtype, max_file_nbytes)
 
@@ -110,8 +112,8 @@ class _FileConvention(NamedTuple):
         stem: beginning of the names of files.
         suffix: end of the names of files.
         dtypes: dtypes that a file can hold.
-        write: function of the appending function of a file, the tensors to write, a function that reads one of them, and the
-            encoded leaves of all files by name.
+        write: function ``(out, tensors, read, encoded)`` that writes ``tensors`` to one file. ``out`` appends bytes to the
+            file, ``read`` returns a tensor's values, and ``encoded`` has the encoded leaves of all files, by name.
     """
 
     stem: str
@@ -233,10 +235,11 @@ def _has_overflowed(value: torch.Tensor, rounded: torch.Tensor) -> bool:
 def stored_name_by_new_name(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """Return a dict from new names to stored names, of the tensors below a subtree.
+    """Return a dict with an item for each tensor of ``found`` below a subtree: from the new name to the name in ``found``.
 
-    ``rename``: function from a name below the subtree to the new name. ``aliases``: list a tied tensor under all of its names.
-    Raises CheckpointError if there is no tensor, or if two tensors get the same new name.
+    ``rename``: function from a name below the subtree to the new name; None keeps the name. ``aliases``: whether a tied tensor
+    gets an item for each of its names; if False, it gets one item. Raises CheckpointError if there is no tensor, or if two
+    tensors get the same new name.
     """
     owners = found.manifest.aliases
     names = [name for name in (*found.manifest.tensors, *owners) if name.startswith(f"{subtree}." if subtree else "")]
@@ -251,7 +254,7 @@ def stored_name_by_new_name(
 
 
 def refuse_planes(where: str, found: Checkpoint, stored_names: Iterable[str]) -> None:
-    """Raise a CheckpointError if one of the named tensors is a plane or a scale, which a reader would take for values."""
+    """Raise a CheckpointError if a tensor in ``stored_names`` is a plane or a scale, which a reader would take for values."""
     chosen = {found.manifest.aliases.get(name, name) for name in stored_names}
     for owner, leaf in found.manifest.encoded.items():
         if not chosen.isdisjoint((*leaf.planes, *leaf.scales)):
@@ -261,7 +264,10 @@ def refuse_planes(where: str, found: Checkpoint, stored_names: Iterable[str]) ->
 
 
 def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
-    """Return a dict from new to old names of those in ``names`` below a subtree. CheckpointError if two get one new name."""
+    """Return a dict from the new name to the old name, for each of ``names`` below a subtree.
+
+    ``rename``: as in :func:`stored_name_by_new_name`. Raises CheckpointError if two names get the same new name.
+    """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in names:

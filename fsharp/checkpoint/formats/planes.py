@@ -29,7 +29,7 @@ class EncodedLeaf(NamedTuple):
     Attributes:
         format: name of the format.
         shape: shape of the leaf.
-        skip: number of values in the leaf's first block that come before the leaf, and belong to another one.
+        skip: number of values in the leaf's first block that come before the first value of the leaf.
         planes: names of the tensors with the planes, in the order of the format.
         scales: names of the tensors with the scales of the whole leaf.
     """
@@ -41,13 +41,16 @@ class EncodedLeaf(NamedTuple):
     scales: tuple[str, ...]
 
     def renamed(self, new_names: Mapping[str, str]) -> "EncodedLeaf":
-        """Return the leaf with other names of tensors. ``new_names``: the new name for each old one."""
+        """Return this leaf with new names of its planes and scales. ``new_names``: dict from each old name to the new name."""
         planes, scales = ([new_names[name] for name in names] for names in (self.planes, self.scales))
         return self._replace(planes=tuple(planes), scales=tuple(scales))
 
 
 class PlaneOfLeaf(NamedTuple):
-    """One plane of a leaf. ``numbers``: the numbers of the plane that this rank holds; ``shape``: that of the whole plane."""
+    """One plane of a leaf in the format ``form``.
+
+    ``skip``: as in :class:`EncodedLeaf`. ``shape``: shape of the whole plane. ``numbers``: the numbers that this rank holds.
+    """
 
     form: Format
     plane: Plane
@@ -56,7 +59,10 @@ class PlaneOfLeaf(NamedTuple):
     numbers: torch.Tensor
 
     def range_of(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of the plane's numbers that encode the values ``[first, last)`` of the leaf."""
+        """Return ``(start, stop)``: the range of the plane's numbers that encode the values ``[first, last)`` of the leaf.
+
+        The range is extended to whole steps of the format, such as blocks. So some numbers may also encode other values.
+        """
         where = self.form.plane_slice(self.plane, self.skip + first, self.skip + last) if first < last else slice(0, 0)
         return where.start, where.stop
 
@@ -94,10 +100,11 @@ def encoded_leaf_from_json(fields: Any) -> EncodedLeaf:
 
 
 def plane_shape(form: Format, plane: Plane, shape: Shape, skip: int) -> Shape:
-    """Return the shape of ``plane`` in a file, for a leaf of ``shape``. ``skip`` is as in :class:`EncodedLeaf`.
+    """Return the shape that ``plane`` has in a file, for a leaf of ``shape``.
 
-    The shape is that of the leaf, with the plane's numbers for one row as last dim. If a number belongs to two rows, or to
-    values outside of the leaf, the plane has one dim.
+    The last dim counts the numbers that encode one row; all other dims are those of the leaf. With a scale for each 32 values,
+    the scales of a leaf ``(128, 64)`` have the shape ``(128, 2)``. If a number encodes values of two rows, or values outside of
+    the leaf, the plane has one dim. ``skip``: number of values in the first block that come before the leaf.
     """
     size, last = form.plane_slice(plane, 0, skip + prod(shape)).stop, shape[-1] if shape else 0
     found = (*shape[:-1], last * plane.per_block // form.block) if shape else ()
@@ -113,7 +120,11 @@ def specs_in_files(form: Format, leaf: EncodedLeaf) -> list[tuple[torch.dtype, S
 
 
 def format_of(where: str, name: str, leaf: EncodedLeaf) -> Format:
-    """Return the format of the encoded leaf ``name``. Raise a CheckpointError if it is not registered, or has other planes."""
+    """Return the registered format of the encoded leaf ``name``.
+
+    Raises CheckpointError if the format is not registered, or if the leaf has another number of planes or an impossible
+    ``skip``.
+    """
     try:
         form = format_named(leaf.format)
     except LayoutError as error:
@@ -126,10 +137,11 @@ def format_of(where: str, name: str, leaf: EncodedLeaf) -> Format:
 
 
 class EncodedElements:
-    """The elements ``[first, last)`` of an encoded leaf, to be decoded once the tensors of :attr:`needs` have been read.
+    """The elements ``[first, last)`` of an encoded leaf: what a caller has to read to decode them, and the decoding.
 
     Attributes:
-        needs: the elements of tensors to read before, as tuples: name of the tensor, first and last element, memory.
+        needs: rows ``(name, begin, end, memory)``. Before :meth:`decode` the caller reads the elements ``[begin, end)`` of the
+            tensor ``name`` into ``memory``.
     """
 
     needs: list[tuple[str, int, int, torch.Tensor]]
@@ -147,12 +159,15 @@ class EncodedElements:
             self.needs.append((name, 0, prod(shape), self._scales[-1]))
 
     def _around(self, first: int, last: int) -> tuple[int, int]:
-        """Return the whole steps of the format around elements of the leaf, counted from the leaf's first block on."""
+        """Return the range of whole steps of the format that contains the elements ``[first, last)`` of the leaf.
+
+        The range counts values, from the beginning of the leaf's first block on.
+        """
         low = (self._leaf.skip + first) // self._form.step * self._form.step
         return low, max(low, self._leaf.skip + last if first < last else low)
 
     def decode(self) -> torch.Tensor:
-        """Return the values of the elements, 1-D and floating-point, once the tensors of :attr:`needs` have been read."""
+        """Return the values of the elements, 1-D and floating-point. Before this call, read what :attr:`needs` lists."""
         form, leaf = self._form, self._leaf
         if self._first == self._last:
             return torch.empty(0, device="cpu")

@@ -167,10 +167,11 @@ class _ArchiveUnpickler(pickle.Unpickler):
 def _rebuild_tensor(
     elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    """Return a tensor as torch's ``_rebuild_tensor_v2`` and ``_v3`` do. ``first``: its storage offset.
+    """Return the tensor for which a pickle calls torch's ``_rebuild_tensor_v2`` or ``_rebuild_tensor_v3``.
 
-    ``rest``: ``requires_grad`` and hooks, which are ignored. As in ``_v3``, a dtype may follow, and metadata, which has to be
-    empty.
+    ``elements``: the whole storage, 1-D. ``first``: the storage offset. ``rest``: ``requires_grad`` and hooks, which are
+    ignored. Then a dtype may follow, in which ``elements`` are viewed, and then metadata. Raises ValueError if the metadata is
+    not empty, or if the tensor is longer than its storage.
     """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)

@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def num_padding(self) -> int:
-        """Number of elements of padding in all buffers. Buffers that vary count as in :attr:`num_params`."""
+        """Number of elements of padding in all buffers. A buffer that varies counts once for each of its variants."""
         return sum(unit.num_variants * (group.size - group.used) for unit in self.units for group in unit.groups)
 
     @cached_property

@@ -139,7 +139,8 @@ def _search_capacity(
 ) -> tuple[dict[int, int], int]:
     """Return offsets of leaves, and a capacity of ``capacity`` or more, a multiple of ``step``, into which the leaves fit.
 
-    The search raises the capacity, to ``total`` at most, and then bisects. ``order`` is as in :func:`_first_fit_offsets`.
+    The search raises the capacity, to ``total`` at most, and then bisects. ``order``: for each leaf ``(elements of an atom,
+    elements of the leaf, index)``, in the order of placement.
     """
     tried = capacity - step
     while (offsets := _first_fit_offsets(order, capacity, num_parts)) is None:

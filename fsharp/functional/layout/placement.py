@@ -93,9 +93,9 @@ class MeshPlacement:
     """The placement of one kind of tensor on each mesh axis.
 
     A flat buffer is cut along the axes with ``Shard``, one axis after another, in ``axis_order``. All places of a strategy have
-    the same ``axis_order``. So a rank's elements in one place of a strategy are also the rank's elements in each place with
-    fewer sharded axes. A move between two places takes at most one collective for each axis, and keeps the order of the
-    elements.
+    the same ``axis_order``, and of two places one shards all axes that the other shards. So the elements that a rank holds in a
+    place are also on this rank in each place of the strategy with fewer sharded axes. A move between two places takes at most
+    one collective for each axis, and keeps the order of the elements.
 
     Args:
         axis_order: all axes of the mesh. The first axis that shards cuts the buffer into the largest parts.
@@ -366,7 +366,7 @@ class P:
 
     @api_boundary
     def strategy(self, mesh: Mesh, *, path: str, shape: tuple[int, ...]) -> Strategy:
-        """Return the strategy that shards a leaf on ``mesh`` as this spec says.
+        """Return the strategy that shards a leaf on ``mesh`` as this spec says: parameter, gradient and optimizer state alike.
 
         Args:
             mesh: the ranks.
@@ -375,7 +375,7 @@ class P:
 
         Raises:
             StrategyError: the mesh lacks an axis of the spec.
-            LayoutError: the spec has more dims than the leaf, or cuts another dim than dim 0.
+            LayoutError: the spec has more dims than the leaf, or cuts a dim other than dim 0.
         """
         facts = [("leaf", f"params[{path!r}] of shape {list(shape)}"), ("spec", repr(self)), ("mesh", str(mesh))]
         unknown = [axis for entry in self.partitions for axis in _axes_of_entry(entry) if axis not in mesh.names]

@@ -131,7 +131,7 @@ class Precision:
 
     @property
     def formats(self) -> list[Format]:
-        """All formats, of parameters, updates and gradients, without dtypes."""
+        """Each Format in ``stored``, ``update`` and ``wire``, in this order, maybe several times. A ``torch.dtype`` is none."""
         wires = self.wire.values() if isinstance(self.wire, Mapping) else (self.wire,)
         return [form for form in (self.stored, self.update, *wires) if isinstance(form, Format)]
 
@@ -162,7 +162,7 @@ class Dtypes:
         wire: format of gradients in collectives.
         accumulate: dtype of gradients at rest.
         format: format of parameters at rest and in collectives; None means plain ``compute``.
-        wires: pairs of a mesh axis and the format of gradients along it, for axes with another format than ``wire``.
+        wires: pairs ``(axis, format)``: the format of gradients along a mesh axis for which ``Precision.wire`` names one.
         update: format of differences between main copies and parameters; None if updated parameters travel themselves.
         feedback: whether errors of formats of gradients are added to the next gradients.
     """

@@ -35,7 +35,7 @@ def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeS
 
 
 def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.PyTreeSpec]:
-    """Return mesh, units and tree of a layout; see :meth:`~fsharp.Layout.from_json`."""
+    """Return the mesh, the units, and the structure above the units, of a layout in JSON; LayoutError for any other text."""
     try:
         data = json.loads(text)
         if data["fsharp_layout"] != VERSION:

@@ -55,11 +55,11 @@ class LazyBuffers:
     """The tensors, possibly not filled yet: to compare identities, not to read values."""
 
     def wait(self) -> tuple[Any, ...]:
-        """Block until the tensors are filled, and return them."""
+        """Return the tensors once they are filled. A fill on a GPU may only be queued: then the current stream waits for it."""
         raise NotImplementedError
 
     def for_aliases(self, buffers: Sequence[Any]) -> "LazyBuffers":
-        """Return lazy buffers of ``buffers``: new tensors in the same memory, which are filled when these buffers are."""
+        """Return lazy buffers of ``buffers``, new tensors in the memory of these buffers, which the same fill fills."""
         raise NotImplementedError
 
 
@@ -129,7 +129,7 @@ class Sharded:
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
     def wait(self) -> None:
-        """Block until the buffers are filled."""
+        """Wait until the buffers are filled: see :meth:`LazyBuffers.wait`."""
         if self.lazy is not None:
             self.lazy.wait()
 
@@ -221,7 +221,7 @@ class Sharded:
         )
 
     def own_tree_label(self) -> TreeLabel:
-        """Return the name of the node's tree. A node without a name gets one of its own, which counts gathers of the node."""
+        """Return the name of the node's tree. A node without a name first gets a TreeLabel of its own, to count its gathers."""
         if self.tree_label is UNLABELED_TREE:
             self.tree_label = TreeLabel()
         return self.tree_label
@@ -286,7 +286,7 @@ class Sharded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers on this rank, with padding."""
+        """Bytes of the node's buffers on this rank, with padding."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def __repr__(self) -> str:
@@ -426,7 +426,10 @@ def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def resolve_place(unit: UnitLayout, place: PlaceName) -> MeshPlacement:
-    """Return a place of a unit's strategy by name, or the place itself; LayoutError if it does not belong to the strategy."""
+    """Return the place that ``place`` names in the strategy of ``unit``. A MeshPlacement of this strategy is returned itself.
+
+    Raises LayoutError for an unknown name, or a MeshPlacement that does not belong to the strategy.
+    """
     if isinstance(place, str):
         if place not in ("params", "grads", "optim", "full"):
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a MeshPlacement.")

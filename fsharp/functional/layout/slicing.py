@@ -82,8 +82,10 @@ def build_shard(
 ) -> Sharded:
     """Return the shard of a unit for one rank. Reads one leaf at a time, and only leaves of which the rank holds a part.
 
-    If the rank holds nothing of a group, one leaf is read for its device. ``place`` and ``dtype``: as for :func:`shard_for`.
-    Raises TreeError if leaves are on several devices, or if a format encodes whole leaves and ``dtype`` is ``"compute"``.
+    If the rank holds nothing of a group, one leaf is read for its device. ``leaf_value``: function from a leaf to its whole
+    tensor. ``place``: None means ``"optim"`` for main copies, and otherwise ``"params"``. ``dtype``: the field of Precision
+    with the dtype of the shard. Raises TreeError if leaves are on several devices, or if a format encodes whole leaves and
+    ``dtype`` is ``"compute"``.
     """
     are_main_copies = dtype == "main" and any(group.dtypes.has_main_copy for group in unit.groups)
     where = resolve_place(unit, place or ("optim" if are_main_copies else "params"))
@@ -164,7 +166,10 @@ def unshard(shards: Any, *, rank: int = 0) -> Any:
 
 
 def _join(unit: UnitLayout, group: int, buffers: list[torch.Tensor]) -> torch.Tensor:
-    """Return the full buffer of a group from the buffers of ranks, each of which may end with the scales of whole leaves."""
+    """Return the full buffer of a group, joined from ``buffers``, those of the ranks in order.
+
+    Encoded buffers may end with scales of whole leaves, equal on all ranks. Then the full buffer ends with these scales once.
+    """
     if not unit.scales_nbytes[group] or not is_encoded(unit, group, buffers[0]):
         return torch.cat(buffers, dim=-1)
     return torch.cat([*(part_to_gather(unit, group, b) for b in buffers), scales_in(unit, group, buffers[0])])

@@ -80,7 +80,7 @@ class Group:
 
 
 class Span(NamedTuple):
-    """The elements of a leaf in one rank's buffer: ``buffer[start:stop]`` holds ``leaf.flatten()[first:last]``."""
+    """The elements of a leaf in one rank's buffer, or in a run: ``buffer[start:stop]`` holds ``leaf.flatten()[first:last]``."""
 
     leaf: Leaf
     start: int
@@ -275,7 +275,7 @@ class UnitLayout:
     def spans_in_run(self, group: int, start: int, size: int) -> Iterator[Span]:
         """Yield a :class:`Span` for each leaf in the run ``[start, start + size)`` of a group's buffer, in buffer order.
 
-        The first element of the run counts as element 0 of the rank's buffer.
+        ``start`` and ``stop`` of a Span are counted from the first element of the run. Padding has no Span.
         """
         for leaf in self.leaves_of_group(group):
             low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)

@@ -158,7 +158,7 @@ def innermost_prefix(path: str, among: Container[str]) -> str | None:
 
 
 def matches_self_or_ancestor(pattern: str, path: str) -> bool:
-    """Return whether ``pattern`` matches ``path`` or a subtree around it."""
+    """Return whether ``pattern`` matches ``path``, or the path of a subtree that contains ``path``."""
     return any(matches(pattern, prefix) for prefix in self_and_ancestors(path))
 
 
@@ -185,7 +185,8 @@ def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozen
     """Return the paths that ``patterns`` select: a pattern, several, a predicate on the path, or a mapping to booleans.
 
     A pattern selects the paths that it matches, and all paths below them. In a mapping, the last pattern that selects a path
-    decides. Raises PatternError if a pattern selects nothing, or if a value in the mapping is not a boolean.
+    decides; a path that no pattern selects is left out. Raises PatternError if a pattern selects nothing, or if a value in the
+    mapping is not a boolean.
     """
     if not isinstance(patterns, Mapping):
         if callable(patterns):
@@ -200,12 +201,12 @@ def select_paths(where: str, patterns: Patterns, paths: Sequence[str]) -> frozen
 def value_by_path(
     where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
 ) -> dict[str, T]:
-    """Return a value for each path. ``rules``: one value for all paths, a function of the path, or values by pattern.
+    """Return a value for each path. ``rules``: one value for all paths, a function from a path to its value, or a mapping.
 
-    A pattern selects the paths that it matches, and all paths below them. The text of a path selects only this path and the
-    paths below it. If several patterns select a path, the last counts.
-    ``default``: value of a path that no pattern selects. Raises PatternError if a pattern selects nothing, or if a path has no
-    value.
+    A mapping has values by pattern. A pattern selects the paths that it matches, and all paths below them; of several patterns
+    the last counts. A pattern that is a path of the tree, such as ``"a[0]"``, is not read as a pattern: it selects this path
+    and the paths below it. ``default``: value of a path that no pattern selects; None: there has to be a pattern for each path.
+    Raises PatternError if a pattern selects nothing, or if a path has no value.
     """
     if isinstance(rules, Mapping):
         result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 class TreeLabel:
     """The name of the tree to which a unit's values belong, for labels of collectives.
 
-    Ranks compare labels, so an error says that ranks gather different trees, such as parameters before and after an update. A
-    name says from which tree this tree was made, and how: ``tree 1 at update 3, replaced 1x, mapped 2x``.
+    Ranks compare labels, so an error says if ranks gather different trees, such as parameters before and after an update. A
+    name such as ``tree 1 at update 3, replaced 1x, mapped 2x`` says which tree came first, and how this tree was made from it.
 
     Attributes:
-        tree: number of the first tree, as text; empty if not all ranks have made the first tree together. A second update of
-            one tree ``"1"`` begins a branch with the number ``"1.2"``.
+        tree: number of the first tree, as text, such as ``"1"``; empty if ranks have not made the first tree together. If a
+            tree is updated twice, the second result is on a branch, and has the number ``"1.2"``.
         num_updates, num_replaced, num_mapped: numbers of updates, of calls of :meth:`~fsharp.Sharded.replace`, and of pytree
             mappings between the first tree and this one.
-        num_successors: number of updates that were made from this tree.
-        number_by_axes: dict from the axes of a gather to a number. Of all trees with this text, the first that is gathered
-            along these axes has the number 1, and the second has 2.
+        num_successors: number of updates of this very tree; a second one begins a branch.
+        number_by_axes: for each tuple of axes along which this tree's unit was gathered, a number that the label gets too. This
+            number tells trees with one name apart: the first one that is gathered along the axes has 1, the second one has 2.
     """
 
     tree: str = ""
@@ -36,9 +36,10 @@ class TreeLabel:
         return f"tree {self.tree} at update {self.num_updates}{changes}" if self.tree else ""
 
     def after_update(self) -> "TreeLabel":
-        """Return the name of the tree that an update of this tree makes, and count the update in ``num_successors``.
+        """Return a name for the result of an update of this tree, and count the update in ``num_successors``.
 
-        A second update of this tree makes another name. For a tree without a name return :data:`UNLABELED_TREE`.
+        A second update of this tree gets a name on a branch, such as ``"1.2"``. If this name has no ``tree``, the result is
+        :data:`UNLABELED_TREE`.
         """
         if not self.tree:
             return UNLABELED_TREE

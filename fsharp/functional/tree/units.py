@@ -10,7 +10,10 @@ from fsharp.functional.tree.paths import as_patterns, innermost_prefix, matches,
 
 
 class UnitPartition(NamedTuple):
-    """A tree cut into units: their paths in tree order, their subtrees, and the structure above, with a leaf for each unit."""
+    """A tree cut into units: the units' paths in tree order, their subtrees, and the structure above them.
+
+    ``structure`` has a leaf in place of each unit.
+    """
 
     names: tuple[str, ...]
     subtrees: tuple[Any, ...]
@@ -50,9 +53,10 @@ def unit_by_path(paths: Sequence[str], patterns: str | Sequence[str] | None) -> 
 
 
 def cut_into_units(tree: Any, names: frozenset[str]) -> UnitPartition:
-    """Cut ``tree`` at the outermost subtrees whose paths are in ``names``, which cover all leaves.
+    """Cut ``tree`` into the subtrees whose paths are in ``names``. Each leaf of the tree has to be in one of these subtrees.
 
-    The structure keeps what is outside of these subtrees, such as None.
+    A subtree inside of another one is not cut out by itself. ``structure`` of the result keeps all that is outside of the
+    subtrees, such as containers and None.
     """
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []

@@ -45,7 +45,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times at which the ops of a step ran, measured or predicted. All steps are taken to be alike.
+    """The times at which the ops of a step ran, measured or predicted. All steps are taken to have the same times.
 
     Attributes:
         schedule: the schedule that the step follows.
@@ -105,7 +105,7 @@ class Timeline:
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
     def wrap_span_into_step(self, span: TimeSpan) -> Iterator[Interval]:
-        """Yield the parts of a span within ``0`` to ``step_s``. Move a part after the step's end to the step's beginning."""
+        """Yield the intervals of a span within a step. Of a span 8 to 12 in steps of 10 seconds: ``(8, 10)`` and ``(0, 2)``."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
             yield start, stop
@@ -119,7 +119,7 @@ class Timeline:
         return NOTEBOOK_HTML_BY_CLASS[Timeline](self)
 
     def _op_starts_and_stops(self) -> tuple[list[float], list[float]]:
-        """Return starts and stops of all ops. An op without spans has both at the end of the previous op on its stream."""
+        """Return each op's first start, and its last stop. Without spans both are the stop of the op before on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
             if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].spec.joins):
@@ -137,7 +137,7 @@ class Timeline:
 
 
 def kinds_with_collectives() -> tuple[str, ...]:
-    """Return the kinds of ops with collectives."""
+    """Return the kinds of ops that call collectives."""
     return kinds_where(lambda spec: spec.cost == "send")
 
 
@@ -153,5 +153,5 @@ def union_of_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def total_length(disjoint: Iterable[Interval]) -> float:
-    """Return the length of disjoint intervals."""
+    """Return the sum of the lengths of disjoint intervals."""
     return sum(stop - start for start, stop in disjoint)

@@ -38,8 +38,8 @@ class Trace:
 
         Args:
             schedule: the schedule that the step followed.
-            step: number of the step among ended steps; -1 is the last. None: the step of median duration, among steps whose
-                collectives have ended.
+            step: index of the step among ended steps, from 0; -1 is the last. None: the step of median duration, among the
+                steps with the most rows. The last step may lack rows of gathers that are under way.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.
@@ -89,9 +89,9 @@ class Trace:
 
 
 def median_times_by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
-    """Return the median seconds ``(forward, backward)`` by unit. Outer units come before the units inside of them.
+    """Return the median seconds ``(forward, backward)`` by unit, 0 for a phase without times. Outer units come first.
 
-    The keys can be used as patterns in order: the last match counts, and an outer unit's pattern also matches inner units.
+    So the keys can be used as patterns: an outer unit's pattern matches also inner units, and of all matches the last counts.
     """
     units = sorted(dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count("."))
     return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}
@@ -109,7 +109,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[TraceRow]) -> None
 
 
 def self_spans(rows: Iterable[TraceRow]) -> list[TimeSpan]:
-    """Return the spans of measured rows. On the compute stream, a span loses the time of the spans nested in it."""
+    """Return the spans of rows. On the compute stream a span is cut into the pieces before, between and after nested spans."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
     open_: list[TimeSpan] = []  # outer spans without their inner spans

@@ -11,7 +11,7 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
 
 class HappensBefore:
-    """The happens-before relation of ops, by vector clocks. Positions of ops of the previous step are negative.
+    """The happens-before relation of ops, by vector clocks. An op of the previous step has its position minus ``len(ops)``.
 
     The ops of a bucket count as one op, which starts when all ops in ``after`` of these ops are over.
     """
@@ -58,11 +58,11 @@ class HappensBefore:
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
     def previous_step_tail_gathers(self) -> list[int]:
-        """Return the positions, which are negative, of the previous step's gathers after its last update."""
+        """Return the positions, minus ``len(ops)``, of the previous step's gathers after its last update."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried_gathers(self) -> dict[str, int]:
-        """Return, by unit, the negative position of the previous step's gather whose full parameters this step uses."""
+        """Return, by unit, the previous step's gather whose full parameters this step uses, as position minus ``len(ops)``."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:
@@ -73,19 +73,19 @@ class HappensBefore:
 
 
 def op_error(i: int, op: Op, what: str, expected: str, remedy: str = UNDO_REMEDY) -> ScheduleError:
-    """Return an error about op ``i``. ``what`` says what is wrong with the op, ``expected`` what would be right."""
+    """Return an error about op ``i``: what is wrong with the op, what would be right, and what the user should do."""
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 
 class ScheduleCheckPass:
-    """Base class of one pass over all ops. A pass runs only if earlier passes have found no error."""
+    """Base class of a pass over all ops: ``check_op`` for each, then ``check_end``. Earlier passes have found no error."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         self.order, self.policy = order, schedule.policy
         self.events, self.facts = schedule.program.events, schedule.program.facts
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check ``op``, at position ``i`` and of the kind ``spec``, against all earlier ops."""
+        """Check ``op``, at position ``i`` and with the record ``spec`` of its kind, against all earlier ops."""
         raise NotImplementedError
 
     def check_end(self) -> None:

@@ -106,11 +106,11 @@ class GradientCheck(ScheduleCheckPass):
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the kinds of reductions that read the buffer which an op of kind ``spec`` frees: they have to come first."""
+        """Return the kinds of reductions that have to come before an op of kind ``spec``, as they read the buffer it frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _why_incomplete(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return why ``op`` must not send or free its gradient yet, as the end of an error text; ``""`` if it may."""
+        """Return why ``op`` must not take its gradient yet, else ``""``. ``key``: unit, number of microbatch or ``reduce``."""
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
@@ -129,7 +129,7 @@ class GradientCheck(ScheduleCheckPass):
         return f"comes before the cast of use {due[min(missing)]}" if missing else ""
 
     def check_end(self) -> None:
-        """Check that all gradients have reached their places."""
+        """Check that each gradient was cast, reduced and, where a ``reduce`` event asks, sent to the optimizer's shards."""
         for (unit, number), due in self.due.items():
             for at in sorted(due.keys() - self.cast.get((unit, number), set())):
                 what = f"the gradient of use {due[at]} of {unit!r} is never cast."

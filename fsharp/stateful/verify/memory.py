@@ -25,7 +25,7 @@ class OffloadedStateCheck(ScheduleCheckPass):
         self.computed: int | None = None  # the last op of compute
 
     def check_op(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Record a copy of optimizer state to the device or back. Raise an error if an update reads state on the host."""
+        """Record the copies of optimizer state to the device and back. Raise an error if an update reads state on the host."""
         if op.stream == "compute":
             self.computed = i
         if spec.fills == STATE:
@@ -121,7 +121,7 @@ class ArenaOverlapCheck(ScheduleCheckPass):
             self.owners.set_value(memory, (key, i))
 
     def _check_opens(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check that the memory of a gradient at rest is opened once, by the first op that writes there or an earlier op."""
+        """Check that one op opens the memory of a gradient at rest (``Op.opens``), not later than the first op that writes."""
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:
@@ -234,7 +234,7 @@ def _unit_or_bucket(op: Op) -> str:
 
 
 class DerivedBufferCheck(ScheduleCheckPass):
-    """Check that a buffer with a source (``BufferKind.source``) is filled before each read, and again if its source changed."""
+    """Check before each read of a buffer with a ``BufferKind.source`` that it was filled after the source's last change."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)

@@ -113,7 +113,7 @@ class ParameterCheck(ScheduleCheckPass):
             raise op_error(update, self.order.ops[update], what, "a gather of phase update after it")
 
     def check_end(self) -> None:
-        """Check that updated parameters came to where they rest. Only gathers may follow a gather for the next step."""
+        """Check that updated parameters are where they rest, and that only gathers follow a gather for the next step."""
         self._check_updates_gathered()
         first = len(self.order.ops) + min(self.carried.values(), default=0)
         for i, op in enumerate(self.order.ops[first:], first):

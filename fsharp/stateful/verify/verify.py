@@ -76,7 +76,7 @@ def _collective_texts(schedule: Schedule) -> list[str]:
 
 
 def _check_each_op(schedule: Schedule) -> None:
-    """Check the arena's size; unit, stream, event, bucket and memory of ops; and the events of ops with ``OpSpec.events``."""
+    """Check the arena's size, and each op's fields. Kinds with ``OpSpec.events`` need one op at each such event, in order."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""

@@ -38,8 +38,8 @@ ParamGroups = Sequence[dict[str, Any]]
 class FlatSlice(NamedTuple):
     """A range of this rank's flat buffer, from ``start`` to ``stop``, that a torch optimizer updates as one parameter.
 
-    ``leaves``: for each leaf in the range its path, first element and end, counted from ``start``. ``shape``: the shape of the
-    only leaf, for an optimizer that updates whole leaves; else None.
+    ``leaves``: a row ``(path, first, end)`` for each leaf in the range; ``first`` and ``end`` are counted from ``start``.
+    ``shape``: the shape of the only leaf, for an optimizer that updates whole leaves; else None.
     """
 
     unit: str
@@ -60,8 +60,8 @@ class FlatSlice(NamedTuple):
 def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_leaf: bool) -> Iterator[FlatSlice]:
     """Cut the flat buffers of ``rank`` into slices, one for each run of neighbouring leaves with equal labels. Yield them.
 
-    ``labels``: by path of a leaf; a leaf without a label is in no slice. With ``by_leaf`` each leaf gets a slice of its own, in
-    the leaf's shape. Then no leaf may be cut between ranks.
+    ``labels``: dict from a leaf's path to its label; a leaf without a label is in no slice. With ``by_leaf`` each leaf gets a
+    slice of its own, in the leaf's shape. Then no leaf may be cut between ranks.
     """
     for node in units_of(tree):
         for group in node.groups:
@@ -74,14 +74,14 @@ def cut_by_labels(tree: Any, labels: Mapping[str, Hashable], *, rank: int, by_le
                     yield FlatSlice(node.name, group, start, stop, leaves, run[0][1].leaf.shape if by_leaf else None)
 
 
-def state_of_leaf(state: Mapping[str, Any], of: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
-    """Return one leaf's state from the state of the slice ``of``. The leaf is ``of.flatten()[first:last]``.
+def state_of_leaf(state: Mapping[str, Any], run: torch.Tensor, first: int, last: int, like: ShardedTensor) -> dict[str, Any]:
+    """Return the state of this rank's part of a leaf, ``run.flatten()[first:last]``, from ``state``, the state of ``run``.
 
-    State with a value for each element becomes a ShardedTensor, cut like the parameter ``like``, in the same memory.
+    State with a value for each element becomes a ShardedTensor, cut like the leaf's parameter ``like``, in the same memory.
     """
 
     def cut(value: Any) -> Any:
-        is_elementwise = isinstance(value, torch.Tensor) and value.shape == of.shape
+        is_elementwise = isinstance(value, torch.Tensor) and value.shape == run.shape
         return ShardedTensor.from_local(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
 
     return {key: cut(value) for key, value in state.items()}
@@ -110,7 +110,7 @@ def state_join_key(state: Mapping[str, Any]) -> Hashable:
 class ClassUpdates:
     """The updates of the parameters of ``session`` by the class ``optimizer``, and the state that the class keeps.
 
-    All ranks construct the object. AgreementError if class, groups or options differ. Other errors: see ShardedOptimizer.
+    All ranks construct the object. Raises AgreementError if class, groups or options differ, and what ShardedOptimizer raises.
 
     Args:
         groups: the parameter groups. Options that the class adds are added to these dicts.
@@ -201,7 +201,7 @@ class ClassUpdates:
                 self.inner.state[parameter] = joined
 
     def make_in_place_transform(self, groups: ParamGroups) -> Transform:
-        """Return a Transform whose ``apply`` makes a step of ``inner`` on the module's buffers, in place.
+        """Return a Transform whose ``apply`` updates the module's buffers in place, by a step of the torch optimizer ``inner``.
 
         Each call of ``apply`` reads the options in ``groups``, and writes back the options that the step has changed.
         """
@@ -226,7 +226,7 @@ class ClassUpdates:
         return params, state
 
     def state_of(self, path: str) -> dict[str, Any]:
-        """Return the state of the parameter at ``path``, by name. Elementwise state is in ShardedTensors."""
+        """Return the state of the parameter at ``path``, such as ``{"exp_avg": ShardedTensor, ...}``; empty without a state."""
         like = self._session.parameters[path]
         if path in self._places:
             parameter, first, last = self._places[path]
@@ -241,7 +241,7 @@ class ClassUpdates:
         return {key: value for key, value in fresh.items() if isinstance(value, ShardedTensor)}
 
     def trained_parameters_by_path(self) -> dict[str, ShardedTensor]:
-        """Return, by path, the parameters that may have state: trained ones with at least one element."""
+        """Return, by path, the parameters that may have state: trained ones whose full shape has at least one element."""
         mine = {path for labels in self._labels for path in labels}
         return {path: p for path, p in self._session.parameters.items() if path in mine and p.leaf.numel}
 

@@ -203,9 +203,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A read-only mapping from a parameter to the optimizer's state for it: ``optimizer.state[p]["exp_avg"]``.
 
         State with a value for each element is a :class:`~fsharp.modules.ShardedTensor` that shares the optimizer's memory: a
-        write to the tensor changes the state. Other state, such as ``"step"``, is the optimizer's own object; it may be missing
-        on a rank that holds no element of the parameter. A parameter that has had no gradient has an empty mapping. Look parts
-        up again after each step. The state of an ``(init, update)`` pair is a tree; reading it here is an error.
+        write to the tensor changes the state. All other state, such as ``"step"``, is the optimizer's own object, and may be
+        missing on a rank without elements of the parameter. A parameter that has had no gradient has an empty mapping. After a
+        step read ``state`` again: its tensors may be new. For an ``(init, update)`` pair ``state`` raises a TreeError.
         """
         updates = self._require_class_updates("optimizer.state")
         return StateByParameter(updates.state_of, updates.paths_with_state, self._session.parameters)
@@ -220,15 +220,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters. All ranks call this method.
 
-        State with a value for each element is a :class:`~fsharp.modules.ShardedTensor`, which any mesh can read. Other state,
-        such as ``"step"``, is as in torch. All values are copies. A parameter that has had no gradient has no state. For an
-        ``(init, update)`` pair ``"state"`` is the pair's tree of :class:`~fsharp.Sharded`, which the next step overwrites.
+        State with a value for each element is a copy, a :class:`~fsharp.modules.ShardedTensor`. All other state, such as
+        ``"step"``, is a copy of torch's. A parameter that has had no gradient has no state. For an ``(init, update)`` pair
+        ``"state"`` is no copy: it is the pair's own tree of :class:`~fsharp.Sharded`, and the next step overwrites the tree.
 
         Raises:
-            TreeError: a parameter is a DTensor that is sharded on other axes; a state is not a tensor, number, string or None.
+            TreeError: a parameter was a sharded DTensor before shard_module(); a state is not a tensor, number, string or None.
 
-        Cost: for a class, the memory of the state, and for each axis two collectives of a few bytes for each parameter. State
-        without a value for each element, such as row statistics, is copied to all ranks.
+        Cost: for an optimizer class, the memory of the state, and for each axis two collectives of a few bytes for each
+        parameter. State without a value for each element, such as row statistics, is copied to all ranks.
         """
         check_no_dtensor_shards("state_dict()", self._session)
         if self._updates is not None:
@@ -344,7 +344,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def session_of_optimizer(optimizer: ShardedOptimizer) -> ModuleSession:
-    """Return the session of the module whose parameters the optimizer updates."""
+    """Return the :class:`ModuleSession` of the module whose parameters the optimizer updates."""
     return optimizer._session
 
 

@@ -114,10 +114,10 @@ def _check_state_is_complete(
 def make_first_step(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Make a step with zero gradient on a copy of ``like``. Return the parameter's state and the options of its group.
+    """Make a step with zero gradient on a copy of ``like``. Return its state, and the options of its parameter group.
 
-    The dicts have the names that exist after a first step. ``"step"`` is 0 in both dicts. Memory: four times the
-    parameter's, and the state.
+    ``options``: those of the group; ``defaults``: those of the class. A ``"step"`` in the state or the options is set back to
+    0. Memory: four times the parameter's, and the state.
     """
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)

@@ -60,9 +60,9 @@ class _ReadOnlyState(dict[str, Any]):
 def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
     """Return ``states`` with the states that this rank lacks, so that all ranks have the same names of state in a state dict.
 
-    For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and other state is copied from
-    another rank: all ranks call this. Ranks whose parameters differ, such as experts, keep their own states. A state that is
-    not a tensor, number, string or None is a TreeError. Different kinds of state for one parameter are an AgreementError.
+    All ranks call this. For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and all
+    other state is copied from a rank that has it. Ranks whose parameters differ, such as experts, keep their own states. Raises
+    TreeError for a state that is no tensor, number, string or None, AgreementError if ranks keep different kinds of state.
     """
 
     def described() -> str:
@@ -110,7 +110,7 @@ def _state_value_to_compare(where: str, path: str, key: str, value: Any) -> list
 
 
 def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: int, comm: Comm) -> Any:
-    """Return ``value``, this rank's state; in place of None an empty part for elementwise state, else the state of ``source``.
+    """Return ``value``, this rank's state. If it is None, return an empty part for elementwise state, else ``source``'s state.
 
     ``kind``: result of :func:`_state_value_to_compare` on rank ``source``. All ranks call this function.
     """
@@ -130,7 +130,7 @@ def _own_or_from_rank(kind: list[Any], value: Any, like: ShardedTensor, source: 
 
 
 class GroupWithoutOptions(dict[str, Any]):
-    """The parameter group of an optimizer that is an ``(init, update)`` pair. Reading an option of the group is an error."""
+    """The parameter group of an optimizer that is an ``(init, update)`` pair. Reading an option raises a TreeError."""
 
     def __missing__(self, key: str) -> Any:
         raise option_access_error(key)

@@ -43,10 +43,10 @@ def casts_by_module(rules: Mapping[str, Precision], chosen: Iterable[str], leave
 
 
 def cast_tensors(value: T, dtype: torch.dtype | None) -> T:
-    """Return ``value`` with its floating-point tensors cast to ``dtype``; for None ``value`` itself.
+    """Return ``value`` with its floating-point tensors cast to ``dtype``. If ``dtype`` is None, return ``value`` itself.
 
-    Tensors are found in torch's pytrees and in dataclasses, which are copied if a tensor in them has another dtype. All other
-    objects are kept, so owners see the module's writes. A tensor to cast in another collection, such as a set, is a TreeError.
+    Tensors are found in torch's pytrees and in dataclasses, which are copied if a tensor in them is cast. Objects of other
+    classes are returned as they are, not copied. But a set or another collection with a tensor to cast raises a TreeError.
     """
     if dtype is None:
         return value

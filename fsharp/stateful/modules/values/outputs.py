@@ -35,8 +35,8 @@ def _search_kind_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "ope
 def tensors_in(value: Any, given_by: str | None = None) -> list[torch.Tensor]:
     """Return each tensor that can be reached from a value, but not through modules, functions, classes or autograd nodes.
 
-    Generators, coroutines, ``map``, ``zip`` and ``filter`` are not searched either. ``given_by``: path of the module that
-    returned the value. With a path such an object is a TreeError, as it may compute after parameters are released.
+    Generators, coroutines, ``map``, ``zip`` and ``filter`` are not searched either. With ``given_by``, the path of the module
+    that returned the value, such an object raises a TreeError: the object would compute after parameters are released.
     """
     if isinstance(value, torch.Tensor):  # most modules return a tensor
         return [value]
@@ -68,8 +68,8 @@ def map_tensors(
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are replaced in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. Other objects stay as they are. An object of ``refused_class``, by default each of them, is a TreeError if
-    ``change`` would replace a tensor in it. The message begins with ``error_start``.
+    copied. An object of another class is returned as it is. But if ``change`` would replace a tensor in the object, and the
+    object is of ``refused_class``, this function raises a TreeError whose text begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -106,14 +106,14 @@ def map_tensors(
 
 
 def replace_tensors_in_place(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with ``new`` for ``old``, in place: see :func:`map_tensors`. Its TreeError names the module ``path``."""
+    """Return ``value`` with ``new[i]`` for ``old[i]``, by ``map_tensors(in_place=True)``. Errors name the module ``path``."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
     what = f"module {path or 'the root'!r} returns or keeps a parameter, or a tensor that has to be replaced by another,"
     return map_tensors(value, lambda x: by_id.get(id(x), x), what, in_place=True) if by_id else value
 
 
 def views_of_parameters(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that share memory with ``parameters``; none under torch.func, which keeps the parameters alive."""
+    """Return the tensors that share memory with ``parameters``. Under torch.func return none: there no memory is released."""
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
     mine = set[int]().union(*map(_storage_addresses, parameters))

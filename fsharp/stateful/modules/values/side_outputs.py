@@ -39,10 +39,10 @@ class SideOutputFinder:
     def new_side_outputs(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """Return the tensors with a ``grad_fn`` that the call of the module at ``path`` has stored.
+        """Return the tensors with a ``grad_fn`` that a call of the module at ``path`` has stored in modules or ``arguments``.
 
-        ``before`` has the tensors of :meth:`stored_tensors_by_id` before the call. Stored views of ``parameters`` are replaced
-        by copies, as the parameters' memory is released.
+        ``before``: result of :meth:`stored_tensors_by_id` before the call. Stored views of ``parameters`` are first replaced by
+        copies, as the parameters' memory is released. ``arguments``: those of the call.
         """
         new = [x for i, x in self.stored_tensors_by_id(arguments).items() if i not in before]
         if views := views_of_parameters(parameters, new):
@@ -53,7 +53,7 @@ class SideOutputFinder:
     def replace_stored(
         self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str
     ) -> None:
-        """Replace the tensors ``old`` by ``new`` where modules, or containers among ``arguments``, hold them."""
+        """Replace ``old[i]`` by ``new[i]`` in modules, and in containers among ``arguments``. Errors name module ``path``."""
         for value in arguments:
             if type(value) in _CONTAINERS:
                 replace_tensors_in_place(value, old, new, path)
@@ -61,7 +61,7 @@ class SideOutputFinder:
             places[name] = replace_tensors_in_place(places[name], old, new, path)
 
     def _dict_entries_with_tensors(self) -> list[tuple[dict[str, Any], str]]:
-        """Return ``(dict, key)`` of each module attribute or buffer that is a tensor, or a container that may hold tensors."""
+        """Return ``(dict, key)`` for each attribute and buffer of the modules that is a tensor or a nonempty container."""
         found = []
         for reference in self._modules:
             if (module := reference()) is not None:
@@ -79,7 +79,7 @@ def _own_entries_with_tensors(module: nn.Module, without: Collection[str | None]
 
 
 def check_parameters_replaceable(module: nn.Module) -> None:
-    """Raise an error if a parameter has hooks, or if a buffer or unregistered attribute holds a parameter or a view of one."""
+    """Raise a TreeError if a parameter has hooks, or a buffer or unregistered attribute holds a parameter or a view of one."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _byte_ranges(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
