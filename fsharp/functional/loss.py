@@ -60,7 +60,7 @@ def loss_sum_and_weight(value: Any, where: str = "value_and_grad()") -> Loss:
     tensor, which could be a metric; in a :class:`Loss` it may be one.
 
     Raises LossError for any other result, and for a weight that is negative, infinite or NaN. The value of a weight is checked
-    if the weight is a number, or if weight and loss are on a CPU and no transform of torch.func is active.
+    only if the weight is a number; or if weight and loss are on a CPU, outside of transforms of torch.func.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)

@@ -28,10 +28,10 @@ def make_functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, An
         module: the module. The module is not changed; ``params`` shares the memory of its parameters.
 
     Returns:
-        ``fn``, which calls the module with ``params`` in place of the module's parameters; and ``params``, nested dicts with
-        one more level for each dot in a parameter's name. A tied parameter is one tensor at several paths. Buffers are
-        constants of ``fn``, with their values at the time of this call: writes to buffers in a forward are discarded. ``fn``
-        raises an OptionError if it calls a module of TransformerEngine under DelayedScaling.
+        The pair ``(fn, params)``. ``fn`` calls the module with ``params`` in place of the module's parameters. ``params`` are
+        nested dicts, with one more level for each dot in a parameter's name. A tied parameter is one tensor at several paths.
+        Buffers are constants of ``fn``, with their values at the time of this call: writes to buffers in a forward are
+        discarded. ``fn`` raises an OptionError if it calls a module of TransformerEngine under DelayedScaling.
 
     Raises:
         TreeError: the module has no parameters, or it has a parameter whose class has FSDP2 hooks.

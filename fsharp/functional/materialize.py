@@ -46,10 +46,11 @@ def shard(
         params: a tree of tensors with the paths, shapes, dtypes and ties of the tree that was planned. Not changed.
         layout: the layout of the tree.
         comm: the ranks.
-        place: where shards rest; None means ``"optim"`` for main copies, and otherwise ``"params"``. All places:
-            :func:`~fsharp.shard_for`.
-        dtype: ``"main"`` for what :func:`~fsharp.init_state` needs, ``"compute"`` for parameters without an optimizer, as for
-            :func:`~fsharp.shard_for`.
+        place: where shards rest: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a
+            :class:`~fsharp.layouts.MeshPlacement` of the strategy. None means ``"optim"`` for main copies, and otherwise
+            ``"params"``.
+        dtype: ``"main"`` for what :func:`~fsharp.init_state` needs: values in the ``main`` dtype of ``Precision``.
+            ``"compute"`` for parameters without an optimizer: in the ``compute`` dtype, or encoded in the ``stored`` format.
         check_values: whether ranks compare the bits of their trees, except for leaves that vary along an axis. Pass False, on
             all ranks, for trees that are known to be equal.
 
@@ -142,10 +143,11 @@ def init_params(
         comm: the ranks.
         key: seed. Values of a leaf depend on the key and the leaf's path, and not on mesh, strategy or units. If a leaf varies
             along an axis, values also depend on the rank's coordinate along that axis.
-        place: where shards rest; None means ``"optim"`` for main copies, and otherwise ``"params"``. All places:
-            :func:`~fsharp.shard_for`.
-        dtype: ``"main"`` for what :func:`~fsharp.init_state` needs, ``"compute"`` for parameters without an optimizer, as for
-            :func:`~fsharp.shard_for`.
+        place: where shards rest: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a
+            :class:`~fsharp.layouts.MeshPlacement` of the strategy. None means ``"optim"`` for main copies, and otherwise
+            ``"params"``.
+        dtype: ``"main"`` for what :func:`~fsharp.init_state` needs: values in the ``main`` dtype of ``Precision``.
+            ``"compute"`` for parameters without an optimizer: in the ``compute`` dtype, or encoded in the ``stored`` format.
         device: device of the shards; None means the device of ``comm``. Values are drawn on the CPU, so that all devices get
             equal values.
 

@@ -35,12 +35,12 @@ def per_sample_norms(
     of zeros, so that the rank takes part in the gathers.
 
     Args:
-        loss_fn: a loss function, as for :func:`~fsharp.value_and_grad`. The function is called once for each chunk, under
-            ``torch.vmap`` over the samples. In the call the batch has one sample: dim 0 of every tensor has size 1. If the
-            function returns ``(sum, weight)``, the gradient is that of ``sum``. The function has to use parameters only through
-            ``forward`` or ``gather``.
+        loss_fn: ``loss_fn(params, batch, comm)`` returns a mean or ``(sum, weight)``. The function is called once for each
+            chunk, under ``torch.vmap`` over the samples. In the call the batch has one sample: dim 0 of every tensor has size
+            1. If the function returns ``(sum, weight)``, the gradient is that of ``sum``. The function has to use parameters
+            only through ``forward`` or ``gather``.
         chunk_size: largest number of samples in one chunk; None means all. All ranks make as many chunks as the rank with the
-            most samples needs, and each rank cuts its samples into chunks of about equal size.
+            most samples needs. Each rank cuts its samples into chunks of about equal size.
         randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for
             the samples, as in ``torch.vmap``.
 

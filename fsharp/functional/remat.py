@@ -32,9 +32,9 @@ def check_remat_argument(remat: Remat) -> None:
 def run_with_recomputation(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any, remat: Remat) -> Any:
     """Return ``run(fn, args, kwargs)``. A backward that needs activations calls ``run`` again, with the same random numbers.
 
-    ``run`` gathers units and calls ``fn``. The gathers of its second call may run other torch ops than those of the first. A
-    write to a tensor in ``args`` or ``kwargs`` before the backward is an error of autograd. ``remat``: as in ``forward``, but
-    not False.
+    ``run`` gathers units and calls ``fn``. The gathers of the second call may run torch ops other than those of the first. If a
+    tensor in ``args`` or ``kwargs`` is written to before the backward, autograd raises an error. ``remat``: True, a policy, or
+    a list of ops whose results are kept.
     """
     whole: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(whole, is_leaf=is_sharded)

@@ -88,7 +88,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
             copied.
 
     Raises:
-        TreeError: ``sharded`` is no tree of Sharded, is a partial sum, or has another dtype than its main copies.
+        TreeError: ``sharded`` is no tree of Sharded, is a partial sum, or is not in the ``main`` dtype.
         TreeError: in a trial, updates by the pair ``tx`` depended on how leaves are cut into buffers.
         AgreementError: ranks have different layouts or optimizers.
 

@@ -63,8 +63,8 @@ def from_optax(tx: Any) -> Transform:
         A transformation with an :class:`OptaxState`, which is sharded at the optimizer's place.
 
     Raises:
-        LayoutError: in ``init_state`` or ``update``: the update of an element depends on other elements of a leaf that is cut
-            between ranks, other than by a sum, a largest or a smallest value over the whole leaf.
+        LayoutError: in ``init_state`` or ``update``: the update of an element depends on more elements of a leaf that is cut
+            between ranks. A sum, a largest or a smallest value over the whole leaf is allowed.
         TreeError: ``tx`` is no transformation, JAX would change a dtype, or extra arguments are wrong.
         AgreementError: transformations, extra arguments, or numbers in the state differ between ranks.
 

@@ -176,8 +176,8 @@ class TracedTransformation:
         """Return the results ``out`` of the run ``lifted`` as this rank stores them: its part of an array, or a whole array.
 
         ``out`` has, in a run of ``update``, first the update of each leaf; then, in each run, the arrays of the state.
-        ``owners`` has an item for each array of the state: the index of the leaf for whose elements the array has values, of
-        which each rank stores its part; or None, if each rank stores the whole array.
+        ``owners`` has an item for each array of the state. The item is the index of a leaf if the array has a value for each
+        element of this leaf: then a rank stores its part of the array. It is None if each rank stores the whole array.
 
         Raises a LayoutError if a result is made of elements of a leaf other than its owner, and ranks differ in these elements.
         """

@@ -34,8 +34,8 @@ def step_page(
 
     Args:
         steps: a schedule or a timeline; or several: a dict from the title of each to a schedule or a timeline.
-        hardware: machine on which to simulate the schedules. Without it they are drawn in the order of their ops, with equal
-            widths; a collective then reaches from its issue to the op that waits for it.
+        hardware: machine on which to simulate the schedules. Without ``hardware`` the ops of schedules are drawn in order, with
+            equal widths. A collective then reaches from its issue to the op that waits for it.
         title: title of the page.
 
     Raises:

@@ -266,7 +266,8 @@ def refuse_planes(where: str, found: Checkpoint, stored_names: Iterable[str]) ->
 def old_name_by_new_name(where: str, names: Iterable[str], subtree: str, rename: Callable[[str], str] | None) -> dict[str, str]:
     """Return a dict from the new name to the old name, for each of ``names`` below a subtree.
 
-    ``rename``: as in :func:`stored_name_by_new_name`. Raises CheckpointError if two names get the same new name.
+    ``rename``: function from a name below the subtree to the new name; None keeps the name. Raises CheckpointError if two names
+    get the same new name.
     """
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """Planes of encoded parameters in files: the tensors that a leaf has there, and the values that these encode.
 
-A leaf ``w`` has its codes as ``w``, the scales of blocks, rows or the tensor as ``w_scale``, and a scale of the tensor beside
-scales of blocks as ``w_scale_2``. A value is the product of its code and its scales. The names are those of compressed-tensors,
-and of NVIDIA's ModelOpt for ``w_scale_2``.
+The codes of a leaf ``w`` are the tensor ``w``, and its scales the tensor ``w_scale``: of blocks, of rows, or one of the whole
+leaf. Beside scales of blocks, a scale of the whole leaf is ``w_scale_2``. A value is the product of its code and its scales.
+The names are those of compressed-tensors, and of NVIDIA's ModelOpt for ``w_scale_2``.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +49,8 @@ class EncodedLeaf(NamedTuple):
 class PlaneOfLeaf(NamedTuple):
     """One plane of a leaf in the format ``form``.
 
-    ``skip``: as in :class:`EncodedLeaf`. ``shape``: shape of the whole plane. ``numbers``: the numbers that this rank holds.
+    ``skip``: number of values in the leaf's first block before the leaf. ``shape``: shape of the whole plane. ``numbers``: the
+    numbers of the plane that this rank holds.
     """
 
     form: Format

@@ -56,9 +56,9 @@ class Layout:
         """Return the bytes of one kind of state that one rank holds at rest.
 
         Args:
-            kind: ``"params"``, ``"grads"``, ``"main"`` (main copies), ``"optim"`` (one value of optimizer state for each
-                trained parameter, such as Adam's first moment), or ``"residuals"`` (of gradients, with
-                ``Precision(feedback=True)``).
+            kind: ``"params"``, ``"grads"``, ``"main"`` (main copies), ``"optim"`` or ``"residuals"``. ``"optim"`` is one value
+                of optimizer state for each trained element, such as Adam's first moment. ``"residuals"`` are those of
+                gradients, with ``Precision(feedback=True)``.
             dtype: count elements of this dtype in place of the layout's own.
 
         Raises:

@@ -123,7 +123,7 @@ def name_of_class(kind: type) -> str:
 
 
 def class_in_loaded_module(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
-    """Return a class by its name; LayoutError if its module is not imported, or the object is of another kind.
+    """Return a class by its name; LayoutError if its module is not imported, or ``is_kind`` is False for the object.
 
     Raises AttributeError if the module has no object of this name.
     """

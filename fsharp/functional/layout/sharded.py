@@ -70,8 +70,8 @@ class Sharded:
     Buffers may have leading dims, such as a batch dim of ``vmap``.
 
     Args:
-        buffers: one 1-D tensor for each group in ``groups``, with ``unit.local_size(group, place)`` elements, or encoded in
-            ``unit.stored_size(group, place)`` numbers; or a :class:`LazyBuffers`, which a Scheduler fills later.
+        buffers: one 1-D tensor for each group in ``groups``, of ``unit.local_size(group, place)`` elements; of
+            ``unit.stored_size(group, place)`` numbers if encoded. Or a :class:`LazyBuffers`, which a Scheduler fills later.
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups in ``buffers``; None means all. Gradients and optimizer state have trainable groups only.
@@ -476,7 +476,7 @@ def merge(tree: Any, part: Any) -> Any:
     """Return ``tree`` with the groups of ``part`` in place of its own groups: the inverse of :func:`trainable`.
 
     Raises:
-        TreeError: a leaf of one of the trees is not a :class:`Sharded`, or ``part`` rests in another place than ``tree``.
+        TreeError: a leaf of one of the trees is not a :class:`Sharded`, or ``part`` and ``tree`` rest in different places.
     """
 
     def merge_node(whole: Sharded, new: Sharded) -> Sharded:

@@ -187,7 +187,7 @@ def as_user_tree(full: Any) -> Any:
 def check_tree(params: Any, layout: Layout) -> None:
     """Raise a TreeError, which names up to eight differences, if a tree is not the tree for which ``layout`` was planned.
 
-    Paths, shapes, dtypes, ties and containers are compared. Leaves on several devices are an error, too.
+    Paths, shapes, dtypes, ties and containers are compared. Raises a TreeError also for leaves on several devices.
     """
     if isinstance(params, torch.nn.Module):
         remedy = "Pass the parameters that fs.make_functional(module) returns, or call fs.shard_module(module)."

@@ -17,10 +17,11 @@ from fsharp.functional.layout.unit_layout import UnitLayout, padding_in_run
 
 
 class ReductionStage(NamedTuple):
-    """A step of a reduction along an axis of ``n`` ranks.
+    """A step of a reduction of one buffer over ranks.
 
     Attributes:
         op: the collective; or ``"slice"``, which sends nothing: each rank takes its part of a replicated value.
+        axis, n: the mesh axis of the collective, and the number of ranks along it.
         size: number of elements of the input.
         out: number of elements of the output.
         dtype: dtype of the input of a collective.

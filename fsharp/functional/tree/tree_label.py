@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 class TreeLabel:
     """The name of the tree to which a unit's values belong, for labels of collectives.
 
-    Ranks compare labels, so an error says if ranks gather different trees, such as parameters before and after an update. A
-    name such as ``tree 1 at update 3, replaced 1x, mapped 2x`` says which tree came first, and how this tree was made from it.
+    Ranks compare labels, so an error says if ranks gather different trees, such as parameters before and after an update. The
+    name ``tree 1 at update 3, replaced 1x, mapped 2x`` says which tree came first, and how this tree was made from it.
 
     Attributes:
         tree: number of the first tree, as text, such as ``"1"``; empty if ranks have not made the first tree together. If a

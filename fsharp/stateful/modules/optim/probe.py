@@ -48,7 +48,7 @@ def probe_update_scope(
     row statistics. Else it is ``ELEMENT``.
 
     Raises TreeError if no list of shapes is accepted, ``step()`` needs a closure, or a key of ``optimizer.state`` is no
-    parameter. Raises TreeError if a new instance that gets state and options makes another step.
+    parameter. Raises TreeError if a new instance that gets state and options makes a different step.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -161,9 +161,9 @@ def _random_param_grad_stacks(shapes: Iterable[Sequence[int]], num_steps: int, d
 def _updates_in_trial(
     make_optimizer: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor], *, resumes: bool = False
 ) -> tuple[list[torch.Tensor], bool]:
-    """Run an optimizer on ``trial``. Return flat updates, and whether some state has another shape than its parameter.
+    """Run an optimizer on ``trial``, a result of :func:`_random_param_grad_stacks`. Return the flat update of each parameter.
 
-    If ``resumes``, a new instance makes each step, with the state and the options of the instance before.
+    Also return whether some state differs in shape from its parameter. If ``resumes``, a new instance makes each step.
     """
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make_optimizer(list(parameters))

@@ -60,9 +60,9 @@ class _ReadOnlyState(dict[str, Any]):
 def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, ShardedTensor], comm: Comm) -> StatesByPath:
     """Return ``states`` with the states that this rank lacks, so that all ranks have the same names of state in a state dict.
 
-    All ranks call this. For a parameter without elements on this rank, elementwise state is an empty ShardedTensor, and all
-    other state is copied from a rank that has it. Ranks whose parameters differ, such as experts, keep their own states. Raises
-    TreeError for a state that is no tensor, number, string or None, AgreementError if ranks keep different kinds of state.
+    All ranks call this. For a parameter without elements here, elementwise state is an empty ShardedTensor. All other state is
+    copied from a rank that has the state. Ranks with different parameters, such as experts, keep their own states.
+    Raises TreeError for a state that is no tensor, number, string or None; AgreementError if ranks keep different kinds of it.
     """
 
     def described() -> str:
@@ -247,8 +247,8 @@ def _checked_state(path: str, given: Mapping[str, Any], wanted: Mapping[str, Any
 def checked_transform_state(given: Any, own: Any, rank: int) -> tuple[Any, ComparedTensors]:
     """Return a copy of ``given``, the state of an ``(init, update)`` pair; and the tensors in it, for ranks to compare.
 
-    Raise a TreeError if ``given`` was donated, or belongs to a rank with another part than ``rank``. Raise a TreeError if its
-    structure, layout, shapes or dtypes differ from those of the state ``own``.
+    Raise a TreeError if ``given`` was donated, or was saved by a rank that holds other elements than ``rank``. Raise one
+    if structure, layout, shapes or dtypes differ from those of the state ``own``.
     """
     check_not_donated("load_state_dict()", units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."

@@ -68,8 +68,8 @@ def map_tensors(
     """Return ``value`` with ``change(tensor)`` in place of each tensor in it; ``value`` itself if no tensor changes.
 
     Tensors are replaced in torch's pytrees and in dataclasses. With ``in_place``, lists, dicts and dataclasses are changed, not
-    copied. An object of another class is returned as it is. But if ``change`` would replace a tensor in the object, and the
-    object is of ``refused_class``, this function raises a TreeError whose text begins with ``error_start``.
+    copied. Objects of other classes are returned as they are. But an object of ``refused_class`` in which ``change`` would
+    replace a tensor raises a TreeError, whose text begins with ``error_start``.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
