@@ -140,7 +140,7 @@ class TreeContents:
     encoded: dict[str, EncodedLeaf] = field(default_factory=dict)
 
     def texts_to_compare(self) -> dict[str, str]:
-        """Return, by name, the texts that ranks compare: names, dtypes and shapes of tensors, and layouts."""
+        """Return two texts for ranks to compare: ``"tensors"`` with names, dtypes and shapes, and ``"layouts"``."""
         tensors = (f"{entry.name}: {tensor_text(entry)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
@@ -424,7 +424,11 @@ def _sharded_tensor_entry(
 
 
 def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: MeshPlacement) -> bool:
-    """Return whether ``buffer`` is one number for all leaves of a group, such as a step count. Each leaf saves the number."""
+    """Return whether ``buffer``, optimizer state of a group at ``place``, is one number for the whole group: a step count.
+
+    If the group has one element on a rank, ``buffer`` may also be the state of this element. Then a tensor without dims or of
+    another kind of dtype, such as int64, counts as one number for the group.
+    """
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
     dtypes = unit.groups[group].dtypes

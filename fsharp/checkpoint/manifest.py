@@ -121,7 +121,10 @@ class Manifest:
 
     @staticmethod
     def from_json(where: str, data: bytes) -> "Manifest":
-        """Return the manifest in ``data``, the bytes of the file ``where``; CheckpointError for damage or another version."""
+        """Return the manifest in ``data``, the bytes of a file. Raises CheckpointError for damage or another version.
+
+        ``where``: path of the file, for the error.
+        """
         try:
             body = parse_untrusted_json(data)
             if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:

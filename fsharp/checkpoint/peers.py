@@ -31,7 +31,12 @@ _local_storage = LocalStorage()
 
 
 class DamagedCopy(CheckpointError):
-    """The copy of ``file`` on the host of ``rank`` is damaged."""
+    """A file of a save, which hosts hold in memory, is damaged on one host.
+
+    Attributes:
+        rank: a rank on this host.
+        file: name of the file.
+    """
 
     def __init__(self, text: str, rank: int, file: str) -> None:
         super().__init__(text)

@@ -77,7 +77,7 @@ class BackgroundSaver:
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
     def _copy_to_host(self, snapshot: Snapshot) -> list[torch.Tensor]:
-        """Return copies of the values of ``snapshot`` in host memory, which the next save overwrites."""
+        """Copy the values of ``snapshot`` to host memory. Return the copies, which the next call of this method overwrites."""
         values, devices = list(snapshot.values), {x.device for x in snapshot.values if x.device.type != "cpu"}
         if snapshot.tensors != self._staged_as:
             is_pinned = bool(devices)
@@ -137,7 +137,7 @@ class BackgroundSaver:
 
     @api_boundary
     def close(self) -> None:
-        """Wait until the save under way has ended, and raise its error if it has failed."""
+        """Wait for the save under way, if there is one. If the save has failed, raise its error."""
         self.wait()
 
     def __enter__(self) -> Self:

@@ -101,9 +101,10 @@ def save(
         comm: the ranks; a Scheduler also works.
         config: a value that JSON can hold, kept in the manifest; equal on all ranks.
         metric: a score, such as a loss; equal on all ranks. :func:`~fsharp.checkpoint.prune` can keep the lowest scores.
-        planes: save parameters that rest in a format as they are encoded, for inference: a leaf ``w`` as its codes ``w`` and
-            its scales ``w_scale``. By default they are saved as values in the dtype ``main``.
-            :func:`~fsharp.checkpoint.export_safetensors` keeps such planes, and :func:`~fsharp.checkpoint.load` decodes them.
+        planes: True saves parameters that rest in a format (:class:`~fsharp.formats.Format`) as they are encoded, for
+            inference: a leaf ``w`` as its codes ``w`` and its scales ``w_scale``, its planes. False decodes these parameters
+            to the dtype ``Precision.main``. :func:`~fsharp.checkpoint.export_safetensors` keeps planes, and
+            :func:`~fsharp.checkpoint.load` decodes planes.
 
     Returns:
         The checkpoint.
@@ -113,10 +114,11 @@ def save(
         AgreementError: ranks have different arguments, or another rank has failed. No file is left.
         CheckpointError: ``step`` is not an int from 0, JSON cannot hold ``config``, there is not enough room, or a file reads
             back differently. No file is left.
-        CheckpointError: the checkpoint is written, but ``root`` could not be synced against a power cut.
+        CheckpointError: the checkpoint is written and can be loaded, but may not survive a power cut: ``root`` could not be
+            synced.
 
-    Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. For each axis three
-    collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
+    Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. Along each axis there
+    are three collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
     """
     how: Any = {"step": step, "comm": comm, "config": config, "metric": metric, "planes": planes}
     return write_snapshot(agree_and_make_folder(root, tree, **how), comm)

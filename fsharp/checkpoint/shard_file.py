@@ -104,7 +104,11 @@ def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], 
 
 
 def header_json_prefix(metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes, after the length field, of every header whose metadata begin with ``metadata``."""
+    """Return the bytes with which a header's JSON begins, if the header's metadata begin with the items of ``metadata``.
+
+    >>> header_json_prefix({"save_id": "1a"})
+    b'{"__metadata__":{"save_id":"1a"'
+    """
     return json.dumps({METADATA_NAME: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 

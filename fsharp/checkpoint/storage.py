@@ -123,9 +123,9 @@ class LocalStorage:
 
     @contextmanager
     def append_to_new_file(self, path: str) -> Iterator[WriteFunction]:
-        """Return a context that makes the file ``path``, which must not exist, and yields a function that appends bytes.
+        """Make the file ``path``, and yield a function that appends bytes. FileExistsError if the path exists.
 
-        The bytes are synced at the end of the context, if no error ends it.
+        The file is synced at the end of the context. If an error ends the context, the file stays unsynced and incomplete.
         """
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:

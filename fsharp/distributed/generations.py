@@ -43,7 +43,7 @@ class KeyStore(Protocol):
         """Return whether all keys have values."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key to ``desired`` if its value is ``expected`` (empty: no value yet). Return the value afterwards."""
+        """Set a key to ``desired`` if its value is ``expected`` (empty: no value yet). Return the key's value afterwards."""
 
 
 class Announcement(NamedTuple):
@@ -154,16 +154,21 @@ class RankMembership:
 
 
 def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
-    """Return ``{rank: (kind, limit_s)}`` for the ranks, of ``size``, that have stopped in generation ``number``.
+    """Return, by rank, ``(kind, limit_s)`` of the ranks that have stopped in generation ``number``.
 
-    ``kind`` and ``limit_s`` are the rank's arguments of :meth:`RankMembership.wait_for_next_generation`.
+    ``kind`` and ``limit_s`` are the rank's arguments of :meth:`RankMembership.wait_for_next_generation`. ``size``: number of
+    ranks of the job.
     """
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
 
 def limit_s_by_joining_rank(store: KeyStore, number: int, size: int) -> dict[int, float]:
-    """Return ``{rank: limit_s}`` of ranks in :meth:`RankMembership.join_and_wait_for_all_ranks` of generation ``number``."""
+    """Return, by rank, the seconds for which the rank waits for all others in generation ``number``.
+
+    Ranks that are not yet ready to join are left out: see :meth:`RankMembership.join_and_wait_for_all_ranks`. ``size``: number
+    of ranks of the job.
+    """
     keys = {rank: f"here/{number}/{rank}" for rank in range(size)}
     return {rank: float(store.get(key)) for rank, key in keys.items() if store.check([key])}
 

@@ -64,13 +64,16 @@ class _StoreThread:
         if not is_of_parent:
             self._last.wake_waiters()
 
-    def query(self, query: Callable[[], T], default: T) -> tuple[T, str]:
-        """Return ``(query(), "")``; or ``(default, why)`` if this query or an earlier one got no answer."""
+    def query(self, ask: Callable[[], T], default: T) -> tuple[T, str]:
+        """Return ``(ask(), "")``, where ``ask`` sends a query. Without an answer return ``(default, reason)``.
+
+        While an earlier query has no answer, ``ask`` is not called. The reason is ``"does not answer"`` or ``"has ended"``.
+        """
         with self._lock:
             if not self._last.is_done():
                 return default, "does not answer"
             self._last = asked = Outcome()
-            self._worker.submit(query, asked)
+            self._worker.submit(ask, asked)
             if not asked.is_done(_STORE_TIMEOUT_S):
                 return default, "does not answer"
         try:
@@ -228,7 +231,7 @@ def _innermost_store(store: Any) -> Any:
 
 
 def group_timeout_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds that a collective of this group may take."""
+    """Return the seconds that a collective of ``group`` may take on ``device``: the group's ``timeout``."""
     options = getattr(group._get_backend(device), "options", None)
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 

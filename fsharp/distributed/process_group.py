@@ -366,9 +366,9 @@ class TransportGroups:
         self._made.clear()
 
     def __call__(self, kind: GroupKind, axis: str) -> dist.ProcessGroup:
-        """Return the group along ``axis`` for collectives of one ``kind``. Raise an error if another rank has failed.
+        """Return the process group along ``axis`` for gathers or for reductions. Raise an error if another rank has failed.
 
-        A separate group that does not exist yet is made: then all ranks have to call this method.
+        If each kind has a group of its own, the first call for a kind and an axis makes the group: all ranks have to call.
         """
         self.comm.watch.raise_if_failed()
         if not self.separate:

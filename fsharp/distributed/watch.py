@@ -67,11 +67,11 @@ class WatchedCall:
 
     Attributes:
         label: what the collective is for.
-        number: number of earlier collectives of the watch; equal on all ranks.
+        number: position of the collective among those of the watch, from 0; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if this rank waits for no message.
-        blocked: statuses of ranks that wait for this rank in other watches, by rank and watch. In this watch this rank waits
-            for these ranks.
+        blocked: statuses of ranks that may be in a deadlock with this rank, by rank and watch. This rank waits for such a rank
+            in this watch, and the other rank waits for this rank in another watch.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "blocked", "label", "number", "peer", "tag")
@@ -89,14 +89,14 @@ class WatchedCall:
         self.peer = rank
 
     def check_failure_or_timeout(self) -> None:
-        """Raise the error of :meth:`CommWatch.raise_or_say_late_ranks`, or a CommError after the time limit.
+        """Raise the error of :meth:`CommWatch.raise_or_describe_late_ranks`, or a CommError after the time limit.
 
         After half of the limit, but at most ten seconds, log a warning once.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
-        late = self._watch.raise_or_say_late_ranks(self)
+        late = self._watch.raise_or_describe_late_ranks(self)
         if waited_s > self._watch.limit_s:
             peer = "" if self.peer is None else f" for rank {self.peer}"
             who = self._watch.statuses.who
@@ -111,14 +111,15 @@ class WatchedCall:
         self._watch.statuses.add_to_total_waited_s(seconds)
 
     def report_connection_error(self, error: BaseException) -> Exception:
-        """Return the error to raise for a broken connection: from the other rank's status, else a CommError with ``error``.
+        """Return the error that the caller raises after ``error`` has ended the collective, as when a connection breaks.
 
-        Wait up to a second for that status. Afterwards the Comm refuses collectives, on all ranks.
+        For up to a second, read the statuses of other ranks. If a status explains the failure, the result is an error with
+        this explanation; else a CommError with the text of ``error``. Afterwards the Comm refuses collectives, on all ranks.
         """
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
-                late = self._watch.raise_or_say_late_ranks(self, is_connection_lost=True)
+                late = self._watch.raise_or_describe_late_ranks(self, is_connection_lost=True)
             except (AgreementError, CommError) as known:
                 return known
             time.sleep(0.05)
@@ -342,11 +343,13 @@ class CommWatch:
         self._labels.append(label)
         return call
 
-    def raise_or_say_late_ranks(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
-        """Exchange statuses with other ranks, and return a text about the ranks that have not begun the collective ``call``.
+    def raise_or_describe_late_ranks(self, call: WatchedCall, *, is_connection_lost: bool = False) -> str:
+        """Exchange statuses with other ranks. Return in words which ranks are late: which have not begun the call ``call``.
+
+        Such a text is ``"rank 2 did not come to it"``, or ``"all ranks have come to it"``.
 
         Raises an AgreementError if another rank has failed, or takes part in another collective. Raises a CommError if a rank
-        has left the job before ``call``; with ``is_connection_lost`` also if ``call.peer`` has left after ``call``.
+        has left the job before it began ``call``; with ``is_connection_lost`` also if rank ``call.peer`` has left later.
         """
         if self.error is not None:
             raise self.error

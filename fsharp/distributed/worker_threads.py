@@ -111,7 +111,10 @@ class Outcome:
         return self._error if self.is_done() else None
 
     def take_result(self) -> Any:
-        """Block until the job is done. Return its result to the first caller and None to later ones, or raise its error."""
+        """Block until the job is done. The first caller gets the job's result, and later callers get None.
+
+        If the job has failed, every caller gets its error.
+        """
         self.is_done(-1)
         if self._error is not None:
             raise self._error
@@ -141,12 +144,15 @@ class CollectiveOutcome(Outcome):
         return self.landed_s if self.second is None else self.second.done_at_s
 
     def wake_waiters(self) -> None:
-        """Record the time, mark the collective as done, and wake the callers that wait for it."""
+        """Record the time as the collective's end, mark the collective as done, and wake the callers that wait for it."""
         self.landed_s = time.perf_counter()
         super().wake_waiters()
 
     def wait(self) -> Any:
-        """Block until the collective is done. Return its result to the first caller, None to later ones, or raise its error."""
+        """Block until the collective is done. The first caller gets the collective's result, and later callers get None.
+
+        If the collective has failed, every caller gets an error.
+        """
         since = time.perf_counter()
         while not self.is_done(_POLL_INTERVAL_S):
             self.call.check_failure_or_timeout()

@@ -133,10 +133,11 @@ def _host_seconds(
 
 
 def host_issue_nbytes(op: Op, facts: UnitFacts) -> int:
-    """Return the bytes that ``op`` sends, from which ``Hardware.issue_bandwidth`` gives the host's time to issue ``op``.
+    """Return the bytes that take the host ``nbytes / Hardware.issue_bandwidth`` seconds while it issues ``op``.
 
-    To issue a gather, the host copies the rank's own part into the arena. To issue a reduction, the host posts a message for
-    each chunk. For a gather of updated parameters, which fills no memory of the arena, the result is 0: no part is copied.
+    These are the bytes that a gather or a reduction sends. To issue a gather, the host copies the rank's own part into the
+    arena. To issue a reduction, the host posts messages. A gather of updated parameters counts as 0 bytes: it fills no memory
+    of the arena, so the host copies nothing.
     """
     return sum(call.nbytes for call in op.spec.collectives(facts)) if op.spec.memory_buffer_kind else 0
 

@@ -257,7 +257,7 @@ class Hardware:
         return replace(fitted, **own)
 
     def _with_slower_links(self, factor: float) -> "Hardware":
-        """Return hardware whose collectives, and whose casts of summands by gloo, take ``factor`` times as long."""
+        """Return this hardware with collectives that take ``factor`` times as long, and so the casts that gloo does in them."""
         latency, bandwidth = scaled_by_link(self.latency, factor), scaled_by_link(self.bandwidth, 1 / factor)
         return replace(self, latency=latency, bandwidth=bandwidth, cast_bandwidth=self.cast_bandwidth / factor)
 
@@ -355,7 +355,7 @@ def compute_times(hardware: Hardware, units: Sequence[str]) -> dict[str, tuple[f
 
 
 def _costs_by_bucket(schedule: Schedule, hardware: Hardware) -> list[OpsCost]:
-    """Return the costs of all ops of a schedule, in order: one for each bucket, and for each op outside of buckets."""
+    """Return the costs of a schedule's ops, in order of the ops: one :class:`OpsCost` for each bucket, and each other op."""
     facts = schedule.program.facts
     times = compute_times(hardware, list(dict.fromkeys(op.unit for op in schedule.ops if op.spec.cost == "compute")))
     noops, recomputed = noop_accumulates(schedule.ops), uses_made_by_recomputation(schedule.program)

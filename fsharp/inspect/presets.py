@@ -64,7 +64,10 @@ GPUS = {
 
 
 def assumptions_text(efficiency: float) -> str:
-    """Return the numbers of a preset that no data sheet has, as a sentence for users."""
+    """Return a sentence for users with the assumptions of :meth:`Hardware.preset`: numbers that are in no data sheet.
+
+    ``efficiency``: assumed fraction of the peak FLOP/s.
+    """
     latencies = (
         f"{1e6 * NVLINK_LATENCY_S:.0f} us for a collective within a host and {1e6 * NETWORK_LATENCY_S:.0f} us between hosts"
     )

@@ -87,7 +87,9 @@ class LeafSharding:
 
     @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
-        """Return ``(first, last)``: ``rank`` holds ``leaf.flatten()[first:last]``; ``(0, 0)`` if it holds no element.
+        """Return ``(start, stop)``: ``rank`` holds ``leaf.flatten()[start:stop]``; ``(0, 0)`` if it holds no element.
+
+        In every layout the elements of a leaf on one rank are a single run of the flattened leaf.
 
         Raises:
             MeshError: the mesh has no rank with this number.
@@ -117,7 +119,7 @@ class LeafSharding:
 
     @property
     def mask_of_holding_ranks(self) -> torch.Tensor:
-        """A mask of the ranks that hold elements of the leaf, bool[ranks]."""
+        """For each rank, whether the rank holds elements of the leaf: bool[ranks]."""
         part = _part_index_by_rank(self.mesh, self.place)
         return (part >= self._leaf_parts.start) & (part < self._leaf_parts.stop)
 
@@ -256,7 +258,8 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
     >>> where["layers.0.w"].spec, [where["layers.0.w"].elements(rank) for rank in range(4)]
     (None, [(0, 8), (8, 16), (0, 0), (0, 0)])
 
-    ``P`` cuts no row: here ranks 0 and 1 hold two rows of ``w`` each, and rank 2 holds ``b``.
+    The leaves of a unit share one flat buffer, which ranks cut into equal parts of whole rows. Here a part has 8 elements:
+    ranks 0 and 1 hold two rows of ``w`` each, rank 2 holds ``b``, and rank 3 holds padding.
 
     Args:
         layout: a layout from :func:`~fsharp.plan`.
@@ -284,7 +287,10 @@ def _part_index_by_rank(mesh: Mesh, place: MeshPlacement) -> torch.Tensor:
 
 
 def _ranks_text(chosen: torch.Tensor) -> str:
-    """Return ranks in a mask, bool[ranks], as text: ``rank 3``, ``ranks 0 to 2, 5`` or ``ranks 0, 4, ..., 60 (16 in all)``."""
+    """Return the ranks for which ``chosen``, bool[ranks], is True, as text.
+
+    Such a text is ``rank 3``, ``ranks 0 to 2, 5``, or for more than four runs of ranks ``ranks 0, 4, ..., 60 (16 in all)``.
+    """
     ranks = chosen.nonzero().flatten().tolist()
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     texts = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 2 else ", ".join(f"{rank:,}" for rank in run) for run in runs]
@@ -303,8 +309,9 @@ def _truncate_middle(text: str, width: int) -> str:
 def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None = None) -> None:
     """Draw the flat buffers of a unit at rest: parameters, gradients and optimizer state, in a row for each rank.
 
-    Each leaf has a colour; the legend names the first 18 leaves. Grey is padding. A rank holds no elements where its row is
-    empty. Partial gradients are pale: each rank holds a summand. The drawing needs the layout alone, so ranks need not exist.
+    A row is as long as the whole buffers; what the rank does not hold is left empty. Each leaf has a colour; the legend names
+    the first 18 leaves. Grey is padding. Gradients are pale if they are partial: each rank holds a summand of every element.
+    The drawing needs the layout alone, so ranks need not exist.
 
     Args:
         layout: a layout from :func:`~fsharp.plan`.

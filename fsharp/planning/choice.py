@@ -14,7 +14,7 @@ from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.text import align_columns, nbytes_text, table_html
 from fsharp.inspect.drawing import draw
 from fsharp.inspect.hardware import Hardware, predict
-from fsharp.planning.choice_json import empty_tree, plan_arguments_from_json, plan_arguments_to_json, use_from_json
+from fsharp.planning.choice_json import meta_tree, plan_arguments_from_json, plan_arguments_to_json, use_from_json
 from fsharp.planning.plan_step import Use, offloaded_nbytes, plan_step
 from fsharp.planning.space import updated_share
 from fsharp.stateful.schedule.policy import SchedulePolicy, policy_from_json
@@ -109,16 +109,19 @@ class StepArguments:
         )
 
     def predict(self, schedule: Schedule, layout: Layout) -> Timeline:
-        """Return the predicted step of one rank. ``update_s`` is scaled to the share of the parameters that a rank updates."""
+        """Return the predicted step of one rank, in which the update takes ``hardware.update_s`` times the rank's share.
+
+        The share is the fraction of all parameters that the rank updates.
+        """
         return predict(schedule, replace(self.hardware, update_s=updated_share(layout) * self.hardware.update_s))
 
     def memory_and_peak(self, layout: Layout, policy: SchedulePolicy, *, arena_nbytes: int) -> tuple[dict[str, int], int]:
-        """Return the bytes of a rank by kind, and the most bytes that a rank needs at one time.
+        """Return the bytes of a rank by kind, as in :attr:`Candidate.memory`, and the most bytes that a rank needs at one time.
 
-        ``arena_nbytes``: bytes of the schedule's arena. Offloaded state is on the device only in the update, when there are no
-        activations. Gradients at rest that are not in the arena grow while the backward releases activations. So with one
-        microbatch they use the memory of released activations. With several microbatches they also exist during the next
-        forward.
+        The second number is the sum of all kinds, with two exceptions. Offloaded state is on the device only in the update,
+        when there are no activations: only the larger of both counts. With ``keep_gradients`` gradients at rest grow while a
+        backward releases activations: with one microbatch, only the larger of both counts. With several microbatches both
+        count, as gradients rest during the next forward. ``arena_nbytes``: bytes of the schedule's arena.
         """
         at_rest = layout.nbytes("grads") if policy.keep_gradients else 0
         kinds = {
@@ -158,7 +161,8 @@ class StepArguments:
 def separate_reduced_grad_nbytes(layout: Layout) -> int:
     """Return the bytes of one rank's gradients in the place ``"optim"`` that need memory beside the gradients at rest.
 
-    Only units count for which a rank holds different numbers of elements in ``"grads"`` and in ``"optim"``.
+    A unit needs such memory if a rank holds more or fewer elements of the unit in ``"optim"`` than in ``"grads"``. Otherwise
+    the gradient in ``"optim"`` takes the memory of the gradient at rest.
     """
     return sum(
         unit.local_size(i, unit.strategy.optim) * unit.groups[i].dtypes.accumulate.itemsize
@@ -171,7 +175,7 @@ def separate_reduced_grad_nbytes(layout: Layout) -> int:
 
 
 def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: float) -> tuple[Candidate, ...]:
-    """Return the chosen candidate, and then all others, each with the reason why it lost.
+    """Return the chosen candidate, and then all others, each with the reason why that candidate lost.
 
     Candidates whose step is slower than the fastest by at most the fraction ``tolerance`` count as equally fast. From these the
     candidate with the least :meth:`~Candidate.complexity` is chosen; of several such candidates, the one with the least memory.
@@ -265,7 +269,7 @@ class Choice:
 
     @api_boundary
     def pick(self, layout: str, policy: str, remat: str = "") -> "Choice":
-        """Return a Choice in which another candidate is chosen, which has these names in its row of the table.
+        """Return a Choice of another candidate: the one with these names in its row of the table.
 
         Raises:
             ScheduleError: no candidate has these names, the candidate does not fit into the budget, or the choice was read from
@@ -364,7 +368,7 @@ class Choice:
             first, *_ = rows = tuple(map(_candidate_from_json, body["candidates"]))
             planned = Layout.from_json(json.dumps(body["layout"]))
             made_by = plan_arguments_from_json(body["made_by"])
-            layout = plan(empty_tree(planned), **made_by) if made_by else planned
+            layout = plan(meta_tree(planned), **made_by) if made_by else planned
             found = cls(body["name"], layout, policy, remat, rows, body["budget"], body["activations"], made_by, arguments)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"the text is not a choice: {type(error).__name__}: {error}."

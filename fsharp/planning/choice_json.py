@@ -57,8 +57,8 @@ def frozen_paths(layout: Layout) -> list[str]:
     ]
 
 
-def empty_tree(layout: Layout) -> Any:
-    """Return the tree of a layout with tensors on the meta device, which have the shapes, dtypes and ties of its leaves."""
+def meta_tree(layout: Layout) -> Any:
+    """Return the tree of a layout, in which each leaf is a tensor on the meta device. Tied leaves are one tensor."""
     stored = {
         (unit.name, leaf.path): torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         for unit in layout.units
@@ -73,7 +73,7 @@ def empty_tree(layout: Layout) -> Any:
 
 
 def use_from_json(row: Mapping[str, Any]) -> Use:
-    """Return the use of units whose fields are in ``row``."""
+    """Return the :class:`Use` with the fields in ``row``, the JSON of ``dataclasses.asdict(use)``."""
     inner = tuple(map(use_from_json, row["inner"]))
     return Use(tuple(row["units"]), inner, row.get("has_backward", True), tuple(row.get("ties", ())))
 

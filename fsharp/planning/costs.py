@@ -24,9 +24,9 @@ class KeptBytes(NamedTuple):
 
     Attributes:
         use: the use.
-        kept_nbytes: bytes without recomputation and without inner uses.
-        input_nbytes: bytes with recomputation; nan if unknown.
-        inner: the bytes of the uses inside of this use.
+        kept_nbytes: bytes if the use is not recomputed. The bytes of inner uses are not included.
+        input_nbytes: bytes if the use is recomputed, which keeps its inputs; nan if unknown.
+        inner: the kept bytes of each use inside of this use.
     """
 
     use: Use

@@ -165,7 +165,10 @@ def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list
 
 
 def use_of_units(layout: Layout, names: Sequence[str], inner: tuple[Use, ...] = ()) -> Use:
-    """Return the use of a call of units ``names``: the call first gathers the owners of leaves that are tied to these units."""
+    """Return the :class:`Use` for one call that uses units ``names``.
+
+    If a leaf of these units is tied to a leaf of another unit, the call gathers the other unit first.
+    """
     ties = tuple(sorted({tied for name in names for tied in layout[name].tie_owner_unit_names} - set(names)))
     return Use((*ties, *names), inner, ties=ties)
 

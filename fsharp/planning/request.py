@@ -311,7 +311,11 @@ class TuneRequest:
         return {name: tuple(sorted(select_paths(where, patterns, known))) for name, patterns in self.remat.items()}
 
     def _hardware_of(self, layout: Layout, costs: MicrobatchCosts) -> Hardware:
-        """Return the hardware for a layout. Measured seconds of units, if any, replace its compute times."""
+        """Return the hardware for a layout: the user's Hardware, a preset, or the result of the user's function.
+
+        A preset gets the compute times of units from their FLOPs in ``costs``. Measured seconds of units in ``costs``, if any,
+        replace the compute times of any hardware.
+        """
         if isinstance(self.hardware, Hardware):
             found = self.hardware
         elif isinstance(self.hardware, str):

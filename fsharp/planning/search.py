@@ -42,19 +42,28 @@ class Combination:
         return Candidate(*self.names, step_s, memory, nbytes, 0, is_unsimulated=True, non_defaults=self.non_defaults)
 
 
-def candidate_per_combination(
+def search_candidates(
     combinations: Sequence[Combination], budget: float, tolerance: float, *, effort: float, show: bool
 ) -> list[Candidate]:
-    """Return a candidate for each combination, in order.
+    """Return a candidate for each combination, in the order of ``combinations``. Simulate the steps that may be fastest.
 
-    The lower bound of a step is the longer of two times: the units' time to compute, and the collectives' time to send. A
-    combination that exceeds the budget at rest is not simulated. The others are simulated in order of their lower bounds.
+    Combinations are simulated in order of a lower bound of their step: the units' time to compute, or the collectives' time to
+    send, whichever is longer. Combinations with equal schedules are simulated once. A candidate is not simulated, and has
+    ``is_unsimulated=True``, in three cases:
 
-    The search ends when the bound exceeds the time of the fastest step that fits into the budget by more than the fraction
-    ``tolerance``. The search also ends when a step fits and ``effort`` units have been simulated, counted once for each
-    microbatch. If ``effort`` is infinite, all combinations that do not exceed the budget at rest are simulated. Candidates that
-    are not simulated have ``is_unsimulated=True``. If no schedule fits into the ``memory_budget`` of a policy, the candidate is
-    refused.
+    - Its memory without the arena exceeds ``budget``.
+    - Its lower bound is longer than the fastest step so far, by more than ``tolerance``.
+    - ``effort`` is used up, and a simulated step fits into ``budget``.
+
+    A candidate is refused if no schedule fits into the ``memory_budget`` of its policy.
+
+    Args:
+        combinations: the combinations to predict.
+        budget: the most bytes that a rank may use.
+        tolerance: fraction of the fastest step's time, such as 0.02.
+        effort: number of units of layouts to simulate, counted once for each microbatch. Infinite simulates all combinations
+            whose memory without the arena fits into ``budget``.
+        show: whether to show a progress bar.
     """
     found: dict[CandidateNames, Candidate] = {}
     least: dict[tuple[LayoutOption, tuple[str, ...], bool], float] = {}
@@ -108,7 +117,7 @@ def _predict_or_refuse(combination: Combination) -> Candidate:
 
 
 def _schedule_key(combination: Combination) -> object:
-    """Return a key that combinations with equal schedules share. Without gathers several policies give one schedule."""
+    """Return a key that combinations with equal schedules share. Without gathers ``prefetch`` and ``release`` do not count."""
     policy = combination.policy
     is_gathered = any(unit.strategy.params.sharded_axes for unit in combination.option.layout.units)
     if not is_gathered and not policy.offload:
@@ -148,7 +157,10 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
 
 @contextmanager
 def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that counts one of ``total`` as done. With ``show``, after a second, it shows a bar and its text."""
+    """Yield a function of a text, which counts one more of ``total`` as done.
+
+    With ``show``, and after a second, the function draws a progress bar and the text on stderr.
+    """
     began, shown, done = time.monotonic(), 0.0, 0
 
     def advance(text: str) -> None:

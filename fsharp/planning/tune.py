@@ -19,7 +19,7 @@ from fsharp.planning.choice import Candidate, Choice, sort_candidates
 from fsharp.planning.costs import Activations
 from fsharp.planning.plan_step import Backend, Use
 from fsharp.planning.request import HardwareSource, TuneRequest
-from fsharp.planning.search import candidate_per_combination
+from fsharp.planning.search import search_candidates
 from fsharp.planning.space import Strategies, UnitPatterns
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.type_checks import options_checked
@@ -150,7 +150,7 @@ def tune(
         "tune()", ranks, lambda: request.combinations(to_try, costs), request.hardware_texts_to_compare
     )
     show = sys.stderr.isatty() and ranks.rank == 0 if progress is None else progress
-    found = candidate_per_combination(combinations, budget, tolerance, effort=effort, show=show)
+    found = search_candidates(combinations, budget, tolerance, effort=effort, show=show)
     found += [Candidate(name, "", "", math.inf, {}, 0, 0, refused=why) for name, why in to_try.refused.items()]
     candidates = sort_candidates(found, budget, tolerance)
     first = candidates[0]

@@ -297,9 +297,9 @@ def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
     waits = b.begin_call("p")
     waits.check_failure_or_timeout()
     ahead = a.begin_call("p"), a.begin_call("q")
-    assert a.raise_or_say_late_ranks(ahead[1]) == "rank 2 did not come to it, while rank 1 waits in 'p'"
+    assert a.raise_or_describe_late_ranks(ahead[1]) == "rank 2 did not come to it, while rank 1 waits in 'p'"
     waits.check_failure_or_timeout()
-    assert a.raise_or_say_late_ranks(ahead[0]) == "rank 2 did not come to it"
+    assert a.raise_or_describe_late_ranks(ahead[0]) == "rank 2 did not come to it"
 
 
 def test_a_rank_that_has_left_is_not_waited_for():

@@ -29,10 +29,11 @@ def _register_scaled_format(
     to_codes: ElementwiseFn,
     to_numbers: ElementwiseFn,
 ) -> Format:
-    """Return a registered format that stores numbers in ``dtype``, with scales for whole leaves or rows.
+    """Return a registered format that stores numbers in ``dtype``, with one scale for each leaf or for each row.
 
     ``scale_shape`` returns the shape of a leaf's scales from the leaf's shape: :func:`_by_tensor` or :func:`_by_row`.
-    ``to_codes`` turns float32 numbers, at most ``largest`` if finite, into stored numbers. ``to_numbers`` is its inverse.
+    ``to_codes`` turns scaled float32 numbers into stored numbers; ``largest`` is the largest finite magnitude of the scaled
+    numbers. ``to_numbers`` is the inverse of ``to_codes``.
     """
 
     def num_scales(shape: Shape) -> int:

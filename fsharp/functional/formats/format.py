@@ -166,24 +166,25 @@ class Format:
     The values that one rank keeps, or sends to one receiver, are a *part*. A part has whole blocks, and is stored as bytes, one
     plane after another. So one message moves all planes. A buffer holds parts one after another.
 
-    Parameters are encoded from their ``main`` dtype, gradients from ``accumulate``. For parameters, decoding to the ``main``
-    dtype and encoding again has to give equal bytes, as checkpoints hold decoded values. ``encode`` and ``decode`` must not
-    change their arguments.
+    Parameters are encoded from the dtype ``Precision.main``, gradients from ``Precision.accumulate``. Checkpoints hold decoded
+    parameters. So if parameters are decoded to the dtype ``main`` and encoded again, the bytes have to be equal. ``encode`` and
+    ``decode`` must not change their arguments.
 
     Args:
         name: name of the format in layouts, checkpoints and labels: a Python identifier.
         planes: the arrays that the format stores, a tuple of :class:`Plane`.
-        encode: function from 1-D values, in whole blocks, to a list of planes: 1-D tensors with ``per_block`` numbers for each
-            block.
+        encode: function from 1-D values, in whole blocks, to a list of planes. A plane is a 1-D tensor with
+            ``Plane.per_block`` numbers for each block.
         decode: function from the list of planes to 1-D values in any floating-point dtype.
         block: number of values that are encoded together.
         leaf_codec: codec of whole leaves, in place of ``encode`` and ``decode``; for parameters alone.
         stochastic_encode: function ``(values, uniform)`` that encodes with stochastic rounding. ``uniform`` has a random number
             in (0, 1) for each value. On average a decoded value has to be the value itself. None: there is no stochastic
             rounding.
-        seed: seed of a format of :func:`~fsharp.formats.stochastic`, whose ``encode`` takes ``uniform`` as well.
+        seed: seed of the random numbers, in a format that :func:`~fsharp.formats.stochastic` has made. The ``encode`` of such a
+            format is a function ``(values, uniform)``.
         made_by: function and arguments that make the format again, for pickles, such as ``(make_my_format, (8,))``. None: a
-            pickle has the functions, so it needs functions with a name in their module, or cloudpickle.
+            pickle has the functions of the format. Then these have to be functions of a module, or cloudpickle is needed.
 
     Raises:
         LayoutError: there are no planes, the block is less than 1, or the name is not a Python identifier.
@@ -245,9 +246,10 @@ class Format:
     def store(
         self, values: torch.Tensor, part_size: int, facts: MessageFacts = tuple, noise_fn: NoiseFn | None = None
     ) -> torch.Tensor:
-        """Encode 1-D ``values``, in parts of ``part_size`` values, and return the stored buffer. ``facts`` are for errors.
+        """Encode 1-D ``values``, in parts of ``part_size`` values, and return the stored buffer.
 
         ``part_size`` is a multiple of :attr:`block`, and divides the number of values. A plain format casts the values.
+        ``facts()`` returns rows for an error. ``noise_fn`` makes the random numbers of stochastic rounding.
 
         Raises:
             FormatError: ``encode`` raises an error, or returns planes that do not match the format; the format rounds
@@ -281,7 +283,7 @@ class Format:
 
         Raises:
             FormatError: ``decode`` raises an error, or does not return one floating-point number for each value. The message
-                has ``facts``.
+                has the rows ``facts()``.
         """
         if self.is_plain:
             return stored
@@ -329,7 +331,10 @@ class Format:
         return -(-num_values // (num_parts * self.block)) * self.block
 
     def sum(self, stored: torch.Tensor, part_size: int, dtype: torch.dtype, facts: MessageFacts = tuple) -> torch.Tensor:
-        """Decode ``stored``, parts of ``part_size`` values, and return the sum of the parts in ``dtype``, added in order."""
+        """Decode ``stored``, parts of ``part_size`` values one after another, and return the elementwise sum of all parts.
+
+        The sum is 1-D, and computed in ``dtype``, from the first part to the last. ``facts()`` returns rows for an error.
+        """
         size = self.size(part_size)
         first, *others = stored.view(-1, size).unbind() if size else [stored]
         total = self.load(first, part_size, dtype, facts).to(dtype, copy=True)
@@ -415,7 +420,10 @@ class Format:
 
 
 def cast_decoded(values: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
-    """Return decoded values in ``dtype``. Finite values beyond float16's 65504, to which encoding rounded up, stay finite."""
+    """Return decoded values in ``dtype``, with ``copy`` always in new memory.
+
+    In float16 a finite value beyond 65504, as encoding may round up, becomes 65504 with its sign, and not an infinity.
+    """
     cast = values.to(dtype, copy=copy)
     if dtype is not torch.float16 or values.dtype is dtype:
         return cast
@@ -446,7 +454,7 @@ def aligned_views(memory: torch.Tensor, specs: Mapping[str, tuple[Shape, torch.d
 
 
 def _dtypes_and_shapes(planes: Any) -> Any:
-    """Return dtype and shape of each tensor in ``planes``, for an error. Anything but a list of tensors is left as it is."""
+    """Return ``(dtype, shape)`` of each tensor in ``planes``, for an error. Return anything but a list of tensors unchanged."""
     if not isinstance(planes, list | tuple) or not all(isinstance(x, torch.Tensor) for x in planes):
         return planes
     return [(x.dtype, tuple(x.shape)) for x in planes]

@@ -261,7 +261,10 @@ class _GatherHooks:
         return part.values.view(-1, *part.shape[1:])
 
     def _check_metadata(self, part: LeafPart, expected: _PreHookResult, found: _PreHookResult) -> None:
-        """Raise an OptionError if sizes, or metadata other than tensors, differ from ``expected``, the result for ones."""
+        """Raise an OptionError if ``found`` differs from ``expected``, the result for a tensor of ones, in more than values.
+
+        Equal are the sizes and dtypes of all tensors, and metadata that are not tensors: these must not depend on values.
+        """
         try:
             is_same = bool(expected.other_metadata == found.other_metadata)
         except Exception:  # of any kind: the objects' own comparison

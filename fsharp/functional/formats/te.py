@@ -48,17 +48,19 @@ class QuantizerKind:
     """Description of one class of TransformerEngine's quantizers.
 
     Attributes:
-        name: part of the names of formats.
-        planes: attributes of TransformerEngine's tensor with the bytes of values. These bytes are gathered.
-        derived: attributes of the tensor that TransformerEngine computes from those in ``planes``, such as a transpose.
-        agreed_maxima: function ``(shape, scale shapes by attribute)`` that returns ``agreed_maxima`` of the :class:`LeafCodec`.
-        scale_tensors: scales for readers of a checkpoint with planes: function from the shape of a leaf to
-            ``{suffix of the name: (shape, dtype)}``.
-        scales_for_readers: function ``(shape, scales by attribute)`` that returns these scales, by suffix. TransformerEngine's
-            own scales have padding.
-        decode: function ``(part, scales by suffix)`` that returns values, 1-D, float32.
+        name: part of the names of formats, such as ``"mxfp8"``.
+        planes: names of the attributes of TransformerEngine's tensor that hold encoded values. Their bytes are gathered.
+        derived: names of the attributes that TransformerEngine computes from the attributes in ``planes``, such as a transpose.
+        agreed_maxima: function ``(shape of a leaf, shapes of its scales by attribute)`` that returns a pair ``(count, dtype)``
+            for each maximum over ranks, as ``agreed_maxima`` of a :class:`LeafCodec` does.
+        scale_tensors: function from the shape of a leaf to ``{suffix of the name: (shape, dtype)}``: the scales of the leaf in
+            a checkpoint that was saved with ``planes=True``.
+        scales_for_readers: function ``(shape of a leaf, TransformerEngine's scales by attribute)`` that returns the tensors of
+            ``scale_tensors``, by suffix: the scales without TransformerEngine's padding.
+        decode: function ``(part, scales by suffix)`` that returns the values of the part, 1-D, float32.
         values_per_byte: number of values in a byte of a plane.
-        for_readers: format of the plane and scales that such a checkpoint has. This format decodes only.
+        for_readers: the format of a leaf in a checkpoint that was saved with ``planes=True``: one plane, and the scales of
+            ``scale_tensors``. The format can decode, and cannot encode.
     """
 
     name: str
@@ -87,7 +89,7 @@ class QuantizerKind:
         self.for_readers = register_format(Format(name, (plane,), block=self.values_per_byte, leaf_codec=codec))
 
     def part_for_readers(self, part: LeafPart, scales: dict[str, torch.Tensor]) -> tuple[Format, LeafPart]:
-        """Return :attr:`for_readers`, and a part in this format. ``scales``: those of TransformerEngine, by attribute."""
+        """Return :attr:`for_readers`, and ``part`` in this format. ``scales``: TransformerEngine's scales, by attribute."""
         made = [as_bytes(each) for each in self.scales_for_readers(part.shape, scales).values()]
         padded = torch.cat([torch.nn.functional.pad(x, (0, align_nbytes(len(x)) - len(x))) for x in made])
         plane = part.planes[0].view(self.for_readers.planes[0].dtype)
@@ -143,7 +145,10 @@ def plain_value(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def formats_of_module(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
-    """Return ``(format, dtype)`` of each quantized parameter of a module, by path. OptionError for unsupported parameters."""
+    """Return, by path, the format and the ``dtype`` of each parameter of a module that TransformerEngine has quantized.
+
+    Raises OptionError if there is no format for such a parameter.
+    """
     found, scales = {}, ModuleScales()
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
@@ -282,7 +287,7 @@ class _QuantizerCodec:
         return self._tensor_of(part, dict.fromkeys(self._kind.planes, none) | self.scales_in(part))
 
     def _tensor_of(self, part: LeafPart, inner: dict[str, torch.Tensor]) -> Any:
-        """Return TransformerEngine's tensor of a whole leaf. ``inner``: its inner tensors, by attribute."""
+        """Return TransformerEngine's tensor of ``part``, a whole leaf. ``inner``: the tensor's inner tensors, by attribute."""
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         if self._scales is not None:
             about["nontensor_kwargs"]["quantizer"] = self._scales.quantizer(part.path)
@@ -342,9 +347,10 @@ class _QuantizerCodec:
         return memory if len(memory) > 1 else memory[0]
 
     def _memory_to_encode_into(self, part: LeafPart) -> Sequence[torch.Tensor]:
-        """Return the tensors into which the kernel encodes a part, one for each plane. These are the planes, or new memory.
+        """Return the tensors into which the kernel encodes a part, one for each plane: usually the planes themselves.
 
-        A kernel that writes blocks of rows gets a view of new memory for whole blocks. The caller copies the view to the plane.
+        A kernel that writes whole blocks of rows gets new memory with all blocks of the part. The result is a view of the part
+        in this memory, which the caller copies to the plane.
         """
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes

@@ -24,7 +24,7 @@ from fsharp.functional.reshard.state_trees import StateTree
 
 @dataclass(frozen=True)
 class MeshChange:
-    """The old and the new mesh, and their ranks: rank ``r`` of the old mesh is rank ``old_ranks[r]`` of the Comm."""
+    """The old and the new mesh, and their ranks: rank ``r`` of the new mesh is rank ``new_ranks[r]`` of the Comm."""
 
     old_mesh: Mesh
     new_mesh: Mesh
@@ -69,7 +69,7 @@ class MovedPiece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the piece takes in a message."""
+        """Bytes of the piece's elements in a message."""
         return self.numel * self.itemsize
 
 

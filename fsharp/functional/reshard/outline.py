@@ -24,10 +24,11 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def outline_to_bytes(tree: Any) -> bytes:
-    """Return the outline of a tree as bytes, for ranks that join: structure and unsharded leaves, without sharded buffers.
+    """Return the outline of a tree as bytes, to send to ranks that have no tree.
 
-    The bytes are the length of a JSON text, the text, and the elements of tensors outside of Sharded. Raises TreeError, with
-    path and type, for a container or leaf that this module cannot make again.
+    An outline has the structure of the tree, its Sharded nodes without the elements of their buffers, and all other leaves. The
+    bytes are the length of a JSON text, the text, and the elements of tensors outside of Sharded. Raises TreeError, with path
+    and type, for a container or leaf that :func:`outline_from_bytes` cannot make again.
     """
     units: dict[UnitLayout, int] = {}
     tensors: list[torch.Tensor] = []

@@ -55,14 +55,17 @@ def reshard(
     Each rank receives only the elements that the rank needs under the new layout and does not have.
 
     Args:
-        tree: a :class:`~fsharp.TrainState`, or a pytree of trees of :class:`~fsharp.Sharded`. Other tensors are copied, and
-            other leaves kept. The ranks of ``comm`` that pass a tree form the old mesh, ordered by rank. All other ranks pass
-            None, and get other tensors and leaves from the first rank with a tree.
-        layout: the new layout, from :func:`~fsharp.plan` for a tree with equal leaves; the same on all ranks.
-        comm: a Comm with all ranks of the old and the new mesh, on one of these meshes or on a third one.
+        tree: a :class:`~fsharp.TrainState`; a tree of :class:`~fsharp.Sharded`, such as sharded parameters; or a pytree with
+            several of these. Tensors outside of Sharded are copied, and leaves that are no tensors are kept. The ranks of
+            ``comm`` that pass a tree form the old mesh, ordered by rank. All other ranks pass None, and get such tensors and
+            leaves from the first rank with a tree.
+        layout: the new layout, the same on all ranks. :func:`~fsharp.plan` makes it for leaves of the same paths, shapes and
+            dtypes.
+        comm: a Comm with all ranks of the old and the new mesh. Its own mesh may be the old, the new, or any other one.
         ranks: the ranks of ``comm`` that form the new mesh, in rising order. None means the first ranks of ``comm``.
         place: ``"params"`` or ``"optim"``: where trees outside of a TrainState rest afterwards. In a TrainState parameters rest
-            as ``"params"``, main copies and optimizer state as ``"optim"``; residuals of gradients become zeros.
+            as ``"params"``, main copies and optimizer state as ``"optim"``. Its ``residuals``, the encoding errors of earlier
+            gradients, become zeros.
         cast: with ``place="params"``, cast trees outside of a TrainState to the ``compute`` dtype of ``layout``. If False,
             buffers keep their dtype, and a layout with another ``compute`` dtype is an error.
         donate: release old buffers unit by unit. ``tree`` cannot be used afterwards, and is lost if an error occurs while data
@@ -75,13 +78,13 @@ def reshard(
         new tensors; padding is zero.
 
     Raises:
-        TreeError: the tree lacks units or has other leaves, or a unit is donated, partial or gathered.
+        TreeError: the tree has no Sharded, or a tree of Sharded has other leaves in it.
+        TreeError: a Sharded was donated, is gathered or partial, or has a buffer without one number for each element.
         LayoutError: leaves differ between tree and layout, or an option is out of range.
-        LayoutError: a unit of ``layout`` has a format that encodes whole leaves, and the mesh of ``comm`` is not the
-            layout's.
+        LayoutError: parameters get a format that encodes whole leaves, and ``comm`` is not on the mesh of ``layout``.
         MeshError: the ranks do not fit the meshes.
-        AgreementError: ranks have different arguments, or another rank failed. No shard is sent, unless a rank failed to
-            encode moved parameters.
+        AgreementError: ranks have different arguments, or another rank failed. This error comes before a shard is sent, or
+            after all shards of a tree of parameters were sent, if a rank cannot encode these parameters.
 
     Cost: the bytes of :func:`reshard_sent_nbytes`, some hundred bytes for each axis to compare arguments, and 8 bytes for each
     unit and tree. Memory: old and new shards, and ``buffer_nbytes``; with ``donate`` an old unit is released once it has moved.
@@ -157,7 +160,10 @@ def _replace_residuals(tree: Any, residuals: Any) -> Any:
 
 
 def _in_resting_format(state_tree: StateTree, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
-    """Return moved nodes of parameters as ``layout`` stores them: encoded, or decoded from an old format to compute dtype."""
+    """Return ``nodes``, moved parameters as decoded values, in the formats in which ``layout`` stores parameters.
+
+    A group with a format is encoded. A group without a format that had one in the old layout is cast to the compute dtype.
+    """
 
     def cast_if_plain(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
@@ -235,9 +241,9 @@ def _checked_arguments(
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
-    """Return ``tree``; on a rank without a tree, the outline that the first rank with a tree sends, with buffers on meta.
+    """Return ``tree``. A rank without a tree gets the outline of the first rank's tree, by :func:`outline_from_bytes`.
 
-    ``has_tree``: for each rank, whether it has a tree.
+    ``has_tree``: whether a rank has a tree, for each rank. The first rank is the first one with a tree.
     """
     first = has_tree.index(True)
     data = check_on_all_ranks("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")

@@ -57,7 +57,7 @@ class StateTree:
         }
 
     def groups_in(self, unit: UnitLayout) -> tuple[int, ...]:
-        """Return the indices of those groups of ``unit``, in the new layout, whose leaves this state tree holds."""
+        """Return the indices of the groups of ``unit`` that this state tree has. ``unit``: a unit of the new layout."""
         return tuple(g for g in unit.all_groups if unit.path_in_tree(unit.leaves_of_group(g)[0]) in self.position_by_path)
 
     def place_in(self, unit: UnitLayout) -> MeshPlacement:
@@ -65,7 +65,10 @@ class StateTree:
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def sent_dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Return the dtype in which elements move to a group. ``unit``: the group's unit in the new layout."""
+        """Return the dtype in which a group's elements travel: the dtype of the old buffer, unless this state tree is cast.
+
+        ``unit``: the group's unit in the new layout.
+        """
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
             return dtypes.compute if dtypes.format is None else dtypes.main  # to encode from
@@ -194,7 +197,8 @@ def _check_at_rest(state_tree: StateTree, node: Sharded) -> None:
 def _leaf_facts_to_compare(state_tree: StateTree, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``(path, facts)`` for each leaf of ``unit``: a dict of what has to be equal in the old and the new layout.
 
-    Facts about dtypes, format and label depend on the kind and on ``is_cast`` of ``state_tree``.
+    Compute dtype and format are facts unless ``state_tree.is_cast``. If ``state_tree.kind`` is ``"optim"``, further facts are
+    the label, the dtypes ``main`` and ``accumulate``, and whether the leaf is trained.
     """
     for leaf in unit.leaves:
         facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}

@@ -136,7 +136,7 @@ def check_no_added_parameters(module: nn.Module, path: str) -> None:
 
 
 class ParameterSource:
-    """A source of parameters for modules: each unit's node (``Sharded``) by unit name, and the Comm that gathers the nodes."""
+    """Parameters with which modules are called. ``nodes``: a unit's Sharded, by name. ``comm``: the Comm that gathers these."""
 
     def __init__(self, tree: Any, comm: Comm) -> None:
         self.nodes, self.comm = units_by_name(tree), comm

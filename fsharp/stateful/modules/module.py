@@ -88,7 +88,7 @@ class ShardedModule(nn.Module):
 
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release all gradients. Forwards keep their backward. ScheduleError in a backward, and for ``set_to_none=False``."""
+        """Release all gradients. A forward can still have its backward. ScheduleError in a backward, or for False."""
         session_of_module(self).step.release_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
@@ -97,8 +97,7 @@ class ShardedModule(nn.Module):
         ``params`` is the module's own tree of :class:`~fsharp.Sharded`, without a copy; each dot in a parameter's name is a
         level of the tree. ``fn`` takes any tree of this layout, and can be scheduled, transformed by torch.func, or
         differentiated by :func:`~fsharp.value_and_grad`, not by ``backward()``. Writes to buffers in a forward are discarded. A
-        checkpoint within a unit recomputes with the parameters of the same call. In a forward of this module ``fn`` raises an
-        error.
+        checkpoint within a unit recomputes with the parameters of the same call. A forward of this module must not call ``fn``.
         """
         session = session_of_module(self)
 

@@ -50,7 +50,7 @@ class ModuleTrainState:
         self._recorded = self._version_counters()
 
     def copy_into_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy ``values`` into ``targets``, buffers of parameters or of state. This does not count as a write of the user."""
+        """Copy ``values`` into ``targets``, buffers of this state. :meth:`notice_main_writes` does not notice these writes."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)

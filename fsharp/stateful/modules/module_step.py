@@ -96,7 +96,7 @@ class ModuleStep:
         self._units = self._engine.begin_gradients_of_tree(state.params, {}, final_sum_in_place=True)
 
     def propagate_main_writes(self) -> None:
-        """Copy writes to main parameters into parameters at rest, by a collective. A step under way gathers the new values."""
+        """Gather main parameters into parameters at rest, if the user wrote to them. A step under way leaves its schedule."""
         if self.state.propagate_main_writes() and self.open_step is not None:
             self.open_step.abandon_schedule()  # a schedule would use parameters that it has gathered before the write
 
@@ -115,7 +115,7 @@ class ModuleStep:
 
     @contextmanager
     def _abandoning_on_error(self) -> Iterator[None]:
-        """If an error leaves this context, close the scheduler and abandon the step under way."""
+        """If an error leaves this context, abandon the step; the scheduler is closed until it is reopened after the error."""
         step = self.open_step
         assert step is not None
         try:
@@ -183,7 +183,7 @@ class ModuleStep:
         return any(unit.gradient is not None and unit.gradient.has_step_gradient for unit in self._units)
 
     def update(self, tx: Any, settings: str, *, optimizer_id: int) -> None:
-        """If there are gradients, update by ``tx``, release the gradients, and end the step. Ranks compare ``settings``."""
+        """Update by ``tx``, and end the step; without gradients do nothing. ``settings``: a text that ranks compare."""
         if self.checked_gradients_or_none("step()") is None:
             return
         self.state.notice_main_writes()

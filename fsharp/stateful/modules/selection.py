@@ -49,7 +49,10 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
 
 def modules_sharing_gather(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return the paths of each group (a tuple or list in ``units``), which shares a gather. PatternError if groups overlap."""
+    """Return the paths of the modules that each tuple or list in ``units`` selects, to share a gather.
+
+    Raises a PatternError if a module is in two of these groups, or inside of another module of its group.
+    """
     groups = [chosen_modules(module, each) for each in _as_list(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:

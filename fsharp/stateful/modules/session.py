@@ -128,7 +128,7 @@ class ModuleSession:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward of the module is under way, or a function of ``model.functional()``."""
+        """Whether the module's code is running: in a forward, or in the function that ``model.functional()`` returned."""
         return self.calls.source is not None
 
     def _check_can_train(self) -> None:

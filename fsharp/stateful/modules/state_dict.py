@@ -28,7 +28,7 @@ SAME_VALUES_REMEDY = "Load the same values on all ranks."
 
 
 class _LoadPlaceholder(ShardedTensor):
-    """A placeholder for a parameter while torch loads a state dict: it keeps the values that torch copies into it."""
+    """Stands for a parameter while torch loads a state dict. ``given``: what torch copied into it, once for each tied name."""
 
     given: list[torch.Tensor]
 

@@ -48,7 +48,7 @@ def check_te_gradients(module: nn.Module) -> None:
 
 
 def scale_indices_of_fused_wgrads(module: Any) -> dict[str, int]:
-    """Return, for each weight whose gradient the module writes by itself, the index of its FP8 scale, by the weight's name."""
+    """Return, by name of each weight whose gradient TransformerEngine writes itself, the index of the weight's FP8 scale."""
     records = module.param_init_meta if getattr(module, "fuse_wgrad_accumulation", False) else {}
     return {name: record.fp8_meta_index for name, record in records.items() if record.fp8_meta_index is not None}
 

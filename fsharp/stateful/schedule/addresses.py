@@ -113,7 +113,7 @@ class _AddressSearch:
     def find_addresses(self, order: Sequence[int], score: AddressScore, arena_nbytes: int) -> tuple[int, ...] | None:
         """Return an address for each item in an arena of ``arena_nbytes``; None if the search fails or takes too long.
 
-        Items are placed in ``order`` where ``score`` is least; if later items do not fit then, other addresses are tried.
+        Items are placed in ``order``, each where ``score`` is least. If an item does not fit, earlier items are moved.
         """
         if self.num_compared > _MAX_COMPARISONS:
             return None
@@ -176,10 +176,7 @@ class _AddressSearch:
 
 
 class ByteRanges:
-    """A map from disjoint runs of bytes to the stream and position of an op.
-
-    Cost of a call: logarithmic in all runs, linear in overlapping runs.
-    """
+    """A map from disjoint runs of bytes to an op's stream and position. A call takes time for the runs that overlap it."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []

@@ -20,7 +20,10 @@ def emit_ops(
     max_final_reductions: int = MAX_FINAL_REDUCTIONS,
     sum_late: bool,
 ) -> list[UnplacedOp]:
-    """Return the ops of a step in the order of issue. Parameters of uses in ``kept_uses`` stay from forward to backward."""
+    """Return the ops of a step in the order of issue.
+
+    ``kept_uses``: numbers of the uses that keep their parameters until the backward. Others are as in :class:`GradientOps`.
+    """
     ops, microbatch = OpList(program), 0
     parameters = ParameterOps(ops, program, policy, buckets, kept_uses)
     gradients = GradientOps(ops, buckets, max_final_reductions, sum_late=sum_late)

@@ -30,7 +30,7 @@ class GradientOps:
     Args:
         max_final_reductions: limit of reductions to the optimizer's shards that are under way at once.
         sum_late: add a reduction's result only when there are too many reductions under way, or at the end of the microbatch.
-            If False, add the result at once, and keep the reduction's memory reserved as long as with True.
+            If False, emit the addition at once, and keep the result's memory reserved as long as with True.
     """
 
     def __init__(self, ops: OpList, buckets: BucketsByCollective, max_final_reductions: int, *, sum_late: bool) -> None:
@@ -44,7 +44,7 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], reduced: Collection[str]) -> None:
-        """Begin a microbatch. ``casts``: number of casts to come, by unit. ``reduced``: units to send to the optimizer."""
+        """Begin a microbatch. ``casts``: by unit, uses with gradients. ``reduced``: units with a final reduction after it."""
         self._missing_casts, self._casts = Counter(casts), {}
         facts = ((unit, self._ops.facts[unit]) for unit in reduced)
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
@@ -74,7 +74,7 @@ class GradientOps:
             self._complete_gradient(unit)
 
     def end_all_reductions(self) -> None:
-        """End each reduction under way: see :meth:`_end_oldest_reductions`."""
+        """End all reductions under way, the oldest first: see :meth:`_end_oldest_reductions`."""
         while self._under_way:
             self._end_oldest_reductions()
 
@@ -146,7 +146,7 @@ class GradientOps:
             self._end_oldest_reductions()
 
     def _end_oldest_reductions(self) -> None:
-        """End the oldest bucket of reductions. With ``sum_late`` emit its sums; else release the memory of its sums here."""
+        """End the oldest bucket of reductions: emit the ops that add results, if not emitted yet; free the results' memory."""
         ops = self._under_way.pop(0)
         if ops[0].spec in (ACCUMULATE, FINAL_ACCUMULATE):
             for op in ops:

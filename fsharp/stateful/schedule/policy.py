@@ -97,6 +97,6 @@ class DebugPolicy(SchedulePolicy):
 
 
 def policy_from_json(fields: dict[str, Any]) -> SchedulePolicy:
-    """Return the policy whose fields have been written as JSON: a :class:`DebugPolicy` if its own fields are among them."""
+    """Return the policy with ``fields``, a parsed JSON object. With a field ``poison`` the policy is a :class:`DebugPolicy`."""
     kind = DebugPolicy if "poison" in fields else SchedulePolicy
     return kind(**{**fields, "together": tuple(map(tuple, fields.get("together", ())))})

@@ -59,8 +59,7 @@ class Op:
         opens: range of the arena where the unit's gradient rests, from this op to the end of the step. None: this op is not the
             first to write there. A reduction writes its result to ``opens``; if that is None, to ``memory``.
         event_index: position of the program's event at which the host issues the op.
-        after: positions of ops that must be over before this op starts; positions after that of this op are of the previous
-            step.
+        after: positions of ops that must be over before this op starts; an op that comes later is of the previous step.
         bucket: neighbouring ops of one kind with the same number share one collective; -1 shares none.
     """
 
@@ -121,7 +120,7 @@ class Schedule:
                 raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare_op()` first.")
 
     def collective_counts(self) -> Counter[Call]:
-        """Return how often one rank issues each collective in a step; collectives of the caller's own are not counted."""
+        """Return how often one rank issues each collective in a step. Collectives in the user's own code do not count."""
         facts = self.program.facts
         return Counter(call for issued in group_ops_by_bucket(self.ops) for call in collectives_of_bucket(issued, facts))
 
@@ -192,9 +191,9 @@ def group_ops_by_bucket(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
 
 
 def buffer_lifetimes(ops: Sequence[Op]) -> Iterator[tuple[int | None, int | None, int]]:
-    """Yield ``(fill, free, nbytes)`` of each live span of a buffer in the arena, for pictures and sums of memory.
+    """Yield ``(fill, free, nbytes)`` for each time that a buffer in the arena is filled and freed.
 
-    ``fill`` and ``free`` are positions of the ops that fill and free the buffer; None if no op of this step does.
+    ``fill`` and ``free``: positions of the ops that fill and free the buffer; None if this happens outside of this step.
     """
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):

@@ -61,7 +61,7 @@ class OpList:
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
     def begin_event(self, event_index: int) -> None:
-        """Begin to add the ops of the program's event at position ``event_index``."""
+        """Let the host issue the ops that are added from now on at the program's event number ``event_index``."""
         self.event_index = event_index
 
     def add_with_following_ops(self, spec: OpSpec, unit: str, phase: Phase, **fields: Any) -> UnplacedOp:

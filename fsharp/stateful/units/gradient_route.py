@@ -95,7 +95,7 @@ class GradientRoute:
         return [[(chain.size if chain.casts_first else 0, chain.first), *chain.scratch_sizes()] for chain in self.final_chains]
 
     def outgoing_block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
-        """Cut ``memory``, of :meth:`outgoing_block_nbytes` with the same ``several_uses``, into the buffers of a block."""
+        """Cut ``memory``, as large as :meth:`outgoing_block_nbytes` says for ``several_uses``, into the buffers of a block."""
         collected: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
         received: list[torch.Tensor | None] = []
@@ -108,7 +108,7 @@ class GradientRoute:
         return OutgoingBlock(leaves, padding, collected, sent, rows, received)
 
     def final_reduction_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Cut ``memory``, of :meth:`final_reduction_block_nbytes`, into the buffer to send and the scratch of each group."""
+        """Cut ``memory``, of :meth:`final_reduction_block_nbytes` bytes, into each group's buffer to send and its scratch."""
         return _carve_rows(memory, self._final_reduction_block_sizes())
 
 

@@ -39,7 +39,7 @@ class RestingGradient:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The flat buffers, allocated at the first read."""
+        """The flat buffers. The first read makes them, without values, and allocates memory unless they are in the arena."""
         if self._tensors is None:
             with torch.inference_mode(False):
                 if self._memory is None:
@@ -48,7 +48,7 @@ class RestingGradient:
         return self._tensors
 
     def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndPadding:
-        """Return views of trained leaves, and of padding. Ranks have to hold all elements. ``groups``: group of each buffer."""
+        """Return views of the trained leaves of ``table``, and of padding, if buffers are whole. ``groups``: each buffer's."""
         if self._leaves is None:
             self._leaves = table.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
         return self._leaves
@@ -102,7 +102,7 @@ class RestingGradient:
         return not self.is_held_by_caller
 
     def _count_references(self) -> int:
-        """Return the number of references to the ``UntypedStorage`` of the views; 0 if there are no views."""
+        """Return torch's count of references to the ``UntypedStorage`` of the views, one for each tensor; 0 without views."""
         return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property

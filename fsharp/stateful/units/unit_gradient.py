@@ -239,7 +239,7 @@ class UnitGradient:
             work.wait()
 
     def accumulate(self, block: OutgoingBlock) -> None:
-        """Wait for the sum of a microbatch. Unless the reduction wrote the sum to the gradient at rest, add the sum there."""
+        """Wait for a microbatch's reduction. Add its result to the gradient at rest, unless the reduction has written there."""
         self._enter_phase(GradientPhase.RESTING)
         targets, works, self.block = self.rest.tensors, self._works, None
         for i, target in enumerate(targets):
@@ -311,7 +311,7 @@ class UnitGradient:
         ]
 
     def end_final_reduction(self) -> None:
-        """Wait for the reductions to the optimizer's shards, and add earlier sums. Afterwards the memory of inputs is free."""
+        """Wait for the reductions to the optimizer's shards. Add the sums of the step's earlier final reductions, if any."""
         for _ in self.route.final_chains:
             self._works.pop(0).wait()
         if self._earlier_sums:

@@ -198,7 +198,7 @@ class UnitRegistry:
         return self.units[key]
 
     def remove_unused(self, used: Container[str]) -> None:
-        """Remove units whose key is not in ``used``, unless a node of this step is bound to them."""
+        """Remove the units whose keys are not in ``used``, except units to which a node of this step is bound."""
         now = {unit.key for unit in self._by_memory.values()}
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 

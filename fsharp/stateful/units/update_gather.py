@@ -19,14 +19,14 @@ class UpdateGather:
 
     Args:
         old: the parameters before the update.
-        new: this rank's updated shards of trained groups, in the dtype in which parameters rest; or encoded differences.
+        new: this rank's updated shards of trained groups; for a group with a format of updates, the encoded difference.
         donate: whether the gathers may fill the buffers of ``old``; if False, they fill new buffers.
 
     Attributes:
-        gather_inputs: for each buffer that travels, this rank's part, and the outputs of the gathers, one axis after another.
+        gather_inputs: for each buffer that travels, this rank's part, and by axis the buffer that the axis's gather fills.
         works: the Works of the gathers that have begun, for which :meth:`wait` waits.
-        differences: triples ``(group, parameters, encoded difference)``, to be added once differences are gathered. After the
-            addition a triple has None as the group, and the sum as the difference; the sum is to be copied to the parameters.
+        differences: triples ``(group, parameters, encoded difference)``, which :meth:`wait` decodes and adds. If a wait is
+            interrupted while it copies a sum to the parameters, ``(None, parameters, sum)`` is left for the next wait.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:

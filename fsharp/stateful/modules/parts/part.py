@@ -49,8 +49,7 @@ class ShardedTensor(torch.Tensor):
     - Elementwise functions, in place or not, return a part. Other arguments are numbers, tensors without dims, parts that are
       cut alike, or a whole tensor on every rank. Each rank uses the elements of a whole tensor that match its part.
     - Sums, means, extremes and norms of all elements are those of the whole tensor. All ranks have to call these functions,
-      which use a small collective for each axis that cuts the tensor. Of parameters that differ between ranks the result is
-      over all ranks.
+      which use a small collective for each axis that cuts the tensor. If ranks have different values, all of these count.
     - ``clone()`` and, except of parameters, ``copy.deepcopy`` return a part in new memory. ``to()`` and ``cpu()`` return a part
       in the same memory if dtype and device stay.
     - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.

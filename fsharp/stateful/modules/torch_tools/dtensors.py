@@ -38,17 +38,17 @@ class DTensorSpec:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank has only a part of the DTensor."""
+        """Whether the DTensor is cut along a mesh axis of several ranks, so that a rank holds only some of its elements."""
         return any(not p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
 
     def as_dtensor(self, local: torch.Tensor) -> Any:
-        """Return the DTensor with this rank's ``local`` tensor. Differentiable: the gradient has the same placements."""
+        """Return the DTensor with ``local`` as this rank's part. Differentiable: ``local`` gets its part of the gradient."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def reduce_over_ranks(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Return the elementwise sum, maximum or minimum of ``x`` over ranks with different parts; NaN if one has NaN."""
+        """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's parts, of replicas once. NaN stays NaN."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         other = Partial() if op == "sum" else Shard(0)
@@ -58,7 +58,7 @@ class DTensorSpec:
 
 
 def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
-    """Return the specs of DTensors by path. TreeError for a partial or meta one; MeshError for one on two ranks of ``comm``."""
+    """Return the specs of DTensors by path. TreeError: partial or on meta. MeshError: two ranks of ``comm`` share a DTensor."""
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, DTensorSpec] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -89,7 +89,7 @@ def local_tensor(x: Any) -> Any:
 
 
 def max_flag_over_ranks(flag: torch.Tensor, specs: Mapping[str, DTensorSpec], comm: Comm) -> torch.Tensor:
-    """Return the elementwise maximum of ``flag`` over all ranks, also along the mesh axes of the DTensors in ``specs``."""
+    """Return the elementwise maximum of ``flag`` over the ranks of ``comm``, and over the meshes of all DTensors."""
     flag = max_over_ranks(flag, comm)
     for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks need the same order
         from torch.distributed.tensor import DTensor, Partial

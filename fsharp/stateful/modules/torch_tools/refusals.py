@@ -75,13 +75,13 @@ def refuse_copy(x: Any, protocol: Any) -> Any:
 
 
 def _is_data_parallel_wrapper(x: object) -> bool:
-    """Return whether ``x`` is a torch module that wraps the user's module and manages its parameters."""
+    """Return whether ``x`` is a wrapper of a module: DataParallel, DistributedDataParallel or FullyShardedDataParallel."""
     fsdp = is_instance(x, "torch.distributed.fsdp", "FullyShardedDataParallel")
     return fsdp or isinstance(x, DataParallel | DistributedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Raise a TreeError if DDP or FSDP manages parameters, or one cannot be sharded: it is lazy, or of class ``sharded``."""
+    """Raise a TreeError if DDP or FSDP manages parameters, or a parameter is lazy, of class ``sharded``, or otherwise unfit."""
     for path, each in module.named_modules():
         if (wrapped := _is_data_parallel_wrapper(each)) or is_instance(each, "torch.distributed.fsdp", "FSDPModule"):
             remedy = "Pass the module that it wraps, model.module" if wrapped else "Leave out fully_shard()"
@@ -109,7 +109,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def register_wrapper_checks(sharded: type[nn.Parameter]) -> None:
-    """Once, register hooks that refuse DDP and FSDP around a sharded module, and steps of optimizers made before sharding."""
+    """Once, register hooks that refuse two things: a sharded module in DDP or FSDP, and steps of optimizers made before it."""
     register_module_module_registration_hook(partial(_check_wraps_no_sharded, sharded))
     register_optimizer_step_pre_hook(_check_optimizer_is_current)
 
