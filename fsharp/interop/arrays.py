@@ -111,8 +111,8 @@ def copy_as_tensor(x: Any) -> torch.Tensor:
 def as_jax_array_with_dtype_of(x: Any, like: Any) -> Any:
     """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`copy_as_tensor`.
 
-    Raises a TypeError if the dtype would drop a fraction or an imaginary part, or does not have the integer; and errors of
-    :func:`number_as_jax_array`.
+    Raises a TypeError if the dtype would drop a fraction or an imaginary part, or does not have the integer. Raises an
+    OverflowError for an integer that JAX would change.
     """
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()

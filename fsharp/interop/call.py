@@ -155,7 +155,8 @@ class _VjpResiduals:
     """The arrays that the function ``vjp`` from ``jax.vjp`` keeps for the backward: leaves of a pytree.
 
     Attributes:
-        arrays: the leaves; None in place of a leaf that is an argument of the call, which autograd keeps as a tensor.
+        arrays: the leaves that are no arguments of the call. Once autograd keeps a leaf as a tensor, None is in its place; only
+            random keys stay here.
         vjp_structure: the tree structure of ``vjp``.
         argument_indices: for each leaf the index of the argument that the leaf is; None if the leaf is not an argument.
     """

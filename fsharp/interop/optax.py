@@ -130,7 +130,7 @@ class _ShardedTransformation:
         return updates, _optax_state(program.traced, buffers, new)
 
     def _extra_as_arrays(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return extra arguments as arrays, without those that are None. Raise a TreeError for any other value."""
+        """Return the extra arguments, numbers or arrays, as JAX arrays. None is left out; other values raise a TreeError."""
         found = {}
         for name, x in extra.items():
             if not self._knows_extra:

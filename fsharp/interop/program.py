@@ -319,7 +319,10 @@ class CompiledTransformation:
         return [self._flat_buffers(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
     def _flat_buffers(self, values: Mapping[int, Any], dtype: Any, lifted: LocalJaxprRun) -> list[Any]:
-        """Return flat buffers with ``values``, by leaf, else zeros. ``dtype``: None means one that holds all their values."""
+        """Return this rank's flat buffers: ``values`` by index of the leaf, and zeros elsewhere.
+
+        ``dtype``: dtype of the buffers; None: for each buffer the dtype to which JAX promotes its values.
+        """
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             mine = self._parts[leaf]

@@ -219,7 +219,7 @@ def _check_update_gather_formats(
 
 
 def relative_path(path: str, unit: str) -> str:
-    """Return a path, relative to the unit that contains it."""
+    """Return ``path``, of a leaf in the user's tree, without ``unit``, the path of the unit that contains the leaf."""
     return path[len(unit) :].removeprefix(".") if unit else path
 
 

@@ -142,7 +142,7 @@ class Precision:
 
 
 Precisions = Precision | Mapping[str, Precision]
-"""One precision, or precisions by pattern of key paths, of which the last match counts."""
+"""One precision, or a dict from patterns of key paths to precisions. The last pattern that matches a path counts."""
 
 
 def check_precisions(where: str, precision: Precisions) -> None:

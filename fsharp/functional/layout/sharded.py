@@ -299,7 +299,7 @@ class Sharded:
 
 @api_boundary
 def build_subtree(unit: UnitLayout, where: str, leaves: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Return the unit's subtree, made of ``leaves`` by unit and path.
+    """Return the unit's subtree, made of ``leaves``: by name of the unit, dicts from a leaf's path in the unit to the leaf.
 
     Raises TreeError if a leaf is tied to a leaf of another unit, and ``leaves`` lacks this unit.
     """
@@ -358,7 +358,7 @@ torch_pytree.register_pytree_node(
 
 
 def decode_tree(tree: Any, rank: int) -> Any:
-    """Decode the stored parameters of a rank's tree into new tensors of the main dtype."""
+    """Return the tree of ``rank`` with encoded parameters decoded into new tensors of the main dtype."""
 
     def decode(node: Any) -> Any:
         is_decoded = not (is_sharded(node) and node.is_encoded)

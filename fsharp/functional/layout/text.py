@@ -59,11 +59,11 @@ def _group_text(group: Group) -> str:
 
 
 NOTEBOOK_HTML_BY_CLASS: dict[type, Callable[[Any], str]] = {}
-"""Functions that return the HTML of a value for notebooks, by class; for classes in folders below the one that draws."""
+"""By class, a function that returns the HTML of an object for notebooks. For classes that cannot import the drawing code."""
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = (), lines_above: Collection[int] = ()) -> list[str]:
-    """Return lines of text with aligned columns, those with an index in ``right`` to the right.
+    """Return lines of text with aligned columns. Columns with an index in ``right`` are aligned to the right.
 
     Above each row with an index in ``lines_above`` there is one more line, of dashes.
     """

@@ -1,4 +1,4 @@
-"""Check: one pass of :func:`~fsharp.stateful.verify.verify.verify` over all ops; HappensBefore: the order of ops in time."""
+"""ScheduleCheckPass: a pass of :func:`~fsharp.schedules.verify` over all ops; HappensBefore: the order of ops in time."""
 
 from collections.abc import Sequence
 

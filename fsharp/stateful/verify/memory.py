@@ -64,9 +64,9 @@ class OffloadedStateCheck(ScheduleCheckPass):
 
 
 class ByteMap:
-    """A value for each byte of the arena: from each of ``starts`` to the next one. The compiler's map is other code.
+    """A value for each byte of the arena: ``values[k]`` for the bytes from ``starts[k]`` to ``starts[k + 1]``.
 
-    If both used one map, a fault of the map would make the compiler forget an order of two ops, and the verifier accept it.
+    The compiler has its own map. With this one, a fault of the map would deceive the compiler and the verifier alike.
     """
 
     def __init__(self) -> None:

@@ -115,7 +115,7 @@ def _check_each_op(schedule: Schedule) -> None:
 def _check_op_in_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_first: bool) -> None:
     """Check that op ``i`` can be in its bucket: it has a coalescing key, and directly follows the earlier ops of the bucket.
 
-    All have equal kinds, phases, events and keys, and op ``i`` waits for none of them. ``is_first``: there is no earlier op.
+    Ops of a bucket have equal kinds, phases, events and keys; op ``i`` waits for none of them. ``is_first``: op ``i`` is first.
     """
     op, before = ops[i], ops[i - 1] if i else None
     mine = coalescing_key(op.spec.collectives(facts[op.unit]), facts[op.unit])

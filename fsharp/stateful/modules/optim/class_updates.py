@@ -246,7 +246,7 @@ class ClassUpdates:
         return {path: p for path, p in self._session.parameters.items() if path in mine and p.leaf.numel}
 
     def fresh_state(self, path: str, groups: ParamGroups) -> dict[str, Any]:
-        """Return the class's first state for the parameter at ``path``. ``groups``: parameter groups with options."""
+        """Return the state with which the class begins for the parameter at ``path``. ``groups``: groups with options."""
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self._session.parameters[path]
         mine = parameter.local
