@@ -26,7 +26,10 @@ SavedView = tuple[int, torch.Size, tuple[int, ...], int]
 
 
 class _SavedBuffers:
-    """The buffers of one call that a backward has gathered again; None before. Hooks of the call's graph keep this object."""
+    """The buffers of one call, None until a backward gathers them again. Hooks of the call's graph keep this object.
+
+    ``regather``: function that gathers the buffers, and returns them.
+    """
 
     def __init__(self, regather: Callable[[], list[torch.Tensor]]) -> None:
         self.regather = regather
@@ -128,7 +131,10 @@ def raw_saved_tensors(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
 
 
 def tensors_kept_on_ctx(roots: set[Any], sequence_nr: int) -> Iterator[torch.Tensor]:
-    """Yield the tensors that graph nodes keep as attributes of ``ctx``, unknown to autograd: see :func:`raw_saved_tensors`."""
+    """Yield the tensors that graph nodes keep as attributes of ``ctx``, unknown to autograd.
+
+    The nodes are ``roots``, and nodes below them with a sequence number of at least ``sequence_nr``.
+    """
     for node in _graph_nodes_since(roots, sequence_nr):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 
@@ -184,7 +190,7 @@ def _raw_saved_attribute_names(kind: Any) -> tuple[str, ...]:
 
 
 def is_node_since(node: Any, sequence_nr: int) -> bool:
-    """Return whether autograd made a node of its graph at ``sequence_nr`` or later; False for the node of a leaf tensor."""
+    """Return whether ``node`` of autograd's graph was made at ``sequence_nr`` or later. For the node of a leaf return False."""
     return sequence_nr <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 

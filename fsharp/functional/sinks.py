@@ -45,7 +45,7 @@ class GradientSinks:
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
-        """Return gathered buffers attached to the autograd graph: gradients of trainable groups go to handles."""
+        """Return the gathered buffers ``full`` attached to autograd's graph: gradients of trainable groups go to handles."""
         handles = {}
         for g, sink in zip(node.unit.trainable_groups, node.sinks, strict=True):
             # Made at the first use: autograd runs newer nodes first, so the reduction does not wait for older ones.
@@ -108,7 +108,7 @@ def take_gradient_buffers(node: Sharded, comm: Comm) -> list[torch.Tensor | None
 
 
 def _gradient_at_rest(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torch.Tensor:
-    """Return the gradient of a buffer in the place and dtype in which gradients rest."""
+    """Return ``x``, the gradient of a buffer of ``node``, in the place and dtype in which gradients rest."""
     source, target = node.place.cotangent_place if node.is_gathered else node.place, node.unit.strategy.grads
     x = _as_summands(x, source, target, comm)
     if source.partial_axes:

@@ -226,9 +226,9 @@ def _value_and_grad_of_microbatch(
 
 
 def _copy_shared_gradients(sinks: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Return gradients in memory of their own, for additions in place; zeros like the sink for None.
+    """Return ``gradients`` in memory of their own, for additions in place. Replace None by zeros in the shape of the sink.
 
-    Autograd may return expanded or shared tensors.
+    Gradients from autograd may be expanded, or share memory.
     """
     result: list[torch.Tensor] = []
     seen: set[int] = set()

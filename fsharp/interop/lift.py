@@ -158,7 +158,7 @@ class LocalJaxprRun:
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
 
     def in_stored_form(self, value: Any, leaf: int | None, what: str, at: EquationKey) -> Any:
-        """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
+        """Return ``value``, a result, in the form in which it is stored: elements of ``leaf``, or an array if it is None.
 
         ``what`` is the result in words. ``at`` is the key of the exchange between ranks that the result may need. Raises
         LayoutError if the result is made of elements of another leaf, and ranks differ in these elements.
@@ -278,7 +278,7 @@ class LocalJaxprRun:
         return _bind_equation(equation, [_as_dense_array(value) for value in values])
 
     def _reduce_over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: EquationKey) -> Any:
-        """Return the reduction ``name``, such as ``"reduce_sum"``, of a leaf over ranks, shaped and typed as ``out``.
+        """Return the reduction ``name``, such as ``"reduce_sum"``, of ``elements`` over ranks, in shape and dtype of ``out``.
 
         If ``self.known`` has no result for the equation ``at``, add the reduction to ``self.pending``, and return PENDING.
         """

@@ -71,7 +71,10 @@ class PlaneOfLeaf(NamedTuple):
 def planes_of_group(
     name: Callable[[str], str], node: Sharded, group: int, rank: int
 ) -> Iterator[tuple[Leaf, EncodedLeaf, list[PlaneOfLeaf], list[torch.Tensor]]]:
-    """Yield ``(leaf, encoded leaf, planes, scales of the leaf)`` for each leaf of a group that is encoded in ``node``."""
+    """Yield ``(leaf, encoded leaf, planes, scales of the leaf)`` for each leaf of a group that is encoded in ``node``.
+
+    ``name``: function from a leaf's path in the unit to the leaf's name in the checkpoint. ``rank``: the rank of ``node``.
+    """
     [buffer] = node.select_groups([group]).buffers
     for leaf, part in encoded_leaf_parts(node.unit, group, buffer, node.place, rank):
         form, scales = node.unit.groups[group].dtypes.stored_format, dict[str, torch.Tensor]()
