@@ -54,7 +54,7 @@ def folder_name(step: int, save_id: str) -> str:
 
 
 def new_save_id(root: str) -> str:
-    """Return an id for a save under ``root`` that begins now. The id has a later time than each save there."""
+    """Return an id for a save under ``root`` that begins now. The id's time is later than those of all saves in ``root``."""
     advance_save_clock(root, newest_save_time(root))
     return save_id_from_clock(root)
 
@@ -62,8 +62,8 @@ def new_save_id(root: str) -> str:
 def save_id_from_clock(root: str) -> str:
     """Return an id for a save that begins now: 16 hexadecimal digits of its time, and 16 random ones.
 
-    The time is now, or if a clock was set back, just after the latest time that :func:`advance_save_clock` knows for ``root``.
-    The time is recorded there.
+    The time is now; or, if a clock was set back, just after the latest time that :func:`advance_save_clock` has recorded for
+    ``root``. The new time is recorded too.
     """
     created = max(time.time(), math.nextafter(advance_save_clock(root), math.inf))
     advance_save_clock(root, created)
@@ -71,9 +71,9 @@ def save_id_from_clock(root: str) -> str:
 
 
 def advance_save_clock(root: str, created: float = 0.0) -> float:
-    """Record ``created``, the time of a save, for ``root``, and return the latest time that this process has recorded for it.
+    """Record ``created``, the time of a save, for ``root``. Return the latest time that this process has recorded for ``root``.
 
-    Saves under ``root`` and those in memory of hosts have one order: each new save gets a later time than all recorded ones.
+    Saves under ``root`` and saves in memory of hosts have one order: a new save gets a later time than all recorded times.
     """
     latest = _latest_times[root] = max(_latest_times.get(root, 0.0), created)
     return latest
@@ -114,16 +114,16 @@ def step_in_folder_name(name: str) -> int:
 class Checkpoint:
     """A checkpoint at ``path``: a folder with a manifest, and with the files that the manifest names.
 
-    :func:`open_checkpoint` and :func:`list_checkpoints` return complete ones, in which all files have the right sizes.
+    :func:`open_checkpoint` and :func:`list_checkpoints` return complete checkpoints: all files have the right sizes.
     ``Checkpoint(path)`` checks nothing.
-    Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too. Their manifest is made from headers.
+    Files of other libraries, such as those of ``save_pretrained()``, are a checkpoint too: the manifest is made from headers.
     """
 
     path: str
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, read at the first access. CheckpointError if it is missing or damaged."""
+        """The manifest, read at the first access. CheckpointError if the manifest is missing or damaged."""
         storage, path = storage_of(self.path), self.path
         try:
             data = read_index_file(storage, path, MANIFEST_NAME)
@@ -257,7 +257,7 @@ def names_last_saved_first(root: str) -> list[str]:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Return whether ``path`` looks like a checkpoint, ours or another library's. It may be incomplete: no file is opened."""
+    """Return whether ``path`` looks like a checkpoint, ours or another library's, maybe an incomplete one. Opens no file."""
     storage, path = storage_of(path), absolute_path(path)
     names = storage.list_names(path)
     is_own = MANIFEST_NAME in names or (bool(names) and _FOLDER_PATTERN.fullmatch(path.rpartition("/")[2]) is not None)
@@ -316,7 +316,7 @@ def iter_complete_newest_first(folder: str, *, skips_os_errors: bool = True) -> 
 
 
 def open_if_complete(path: str, *, skips_os_errors: bool = True) -> Checkpoint | None:
-    """Return the checkpoint at ``path``. If it is incomplete or its manifest is damaged, return None and log a warning.
+    """Return the checkpoint at ``path``. If files are missing or the manifest is damaged, return None and log a warning.
 
     If the file system refuses to read the checkpoint, also return None and log a warning; with ``skips_os_errors=False``
     raise a CheckpointError instead.
@@ -406,7 +406,7 @@ def remove_incomplete(root: str | os.PathLike[str], suffix: str = "") -> list[st
 
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Return whether each file in ``folder`` begins like a file of save ``save_id``. A shorter file counts if its bytes fit."""
+    """Return whether each file in ``folder`` begins like a file of save ``save_id``, as far as the file reaches."""
     for name in storage.list_names(folder):
         if name == MANIFEST_NAME:
             skipped, start = 0, MANIFEST_FIRST_BYTES

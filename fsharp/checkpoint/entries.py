@@ -36,11 +36,11 @@ _TOO_LARGE_INT = 10**4300
 _MIN_WRITE_NBYTES = 1 << 16
 """Least bytes that a replica writes of a tensor; fewer replicas divide a small tensor."""
 _LeafPieces = tuple[tuple[int, ...], Callable[[int], "Piece"], slice]
-"""A leaf's whole shape, a function from a rank to the :class:`Piece` that the rank holds, and the range in its own buffer."""
+"""A leaf's whole shape, a function from a rank to the :class:`Piece` on this rank, and the range in this process's buffer."""
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor on one rank: number ``replica``, from 0, of ``num_replicas`` ranks."""
+    """Elements ``[first, last)`` of a flattened tensor on one rank: number ``replica`` of ``num_replicas`` ranks with these."""
 
     first: int
     last: int
@@ -84,7 +84,7 @@ class TensorEntry:
         shape: shape of the whole tensor. If ranks along an axis hold different tensors, these are concatenated along dim 0.
         piece_of_rank: function from a rank to the :class:`Piece` that the rank holds.
         local: the elements of this rank, 1-D.
-        is_replicated: whether every rank should hold equal values, which only a comparison of values can confirm.
+        is_replicated: whether the tensor has to be equal on all ranks, as a tensor outside of Sharded; ranks compare values.
         is_group_scalar: whether the value is one number for all leaves of a buffer, such as a step count.
         is_per_rank: whether each rank has a value of its own: a :class:`PerRank`, whose dim 0 counts ranks.
     """

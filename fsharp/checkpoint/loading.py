@@ -324,7 +324,7 @@ def _tree_to_fill(
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
-        """Return whether no earlier leaf has memory of ``x``, as an average of parameters may; if so, record the memory."""
+        """Return whether no earlier leaf has the memory of ``x``. If so, record the memory as taken."""
         begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
         i = bisect_left(before, (begin, begin))
@@ -358,7 +358,7 @@ def _tree_to_fill(
 def _read_values(
     read: Callable[[Checkpoint, list[NeededElements]], None], found: Checkpoint, needs: list[NeededElements]
 ) -> None:
-    """Read ``needs`` by ``read``. Of encoded leaves read planes and scales, and decode them."""
+    """Read ``needs`` by ``read``. For an encoded leaf, read its planes and scales, and decode the values."""
     manifest, jobs = found.manifest, list[tuple[NeededElements, EncodedElements]]()
     for need in needs:
         if (leaf := manifest.encoded.get(need.name)) is not None:
@@ -458,7 +458,7 @@ def _is_checkpoint_removed(path: str) -> bool:
 
 
 def rename_damaged_on_rank_0(damaged: Mapping[str, str], used_instead: str, comm: Comm) -> None:
-    """On rank 0 rename the ``damaged`` checkpoints, with errors by path. Warn of each, and name what is ``used_instead``."""
+    """On rank 0 rename checkpoints, and warn of each. ``damaged``: errors by path. ``used_instead``: words for the warnings."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, set_aside_and_describe(path), text, used_instead)
 

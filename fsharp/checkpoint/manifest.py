@@ -49,7 +49,7 @@ class TensorRecord:
 
 
 class FileRecord(NamedTuple):
-    """A file of the checkpoint. ``digest``: the XXH3-128, in hex, of header and digests; None for another library's file."""
+    """A file of the checkpoint. ``digest``: XXH3-128, in hex, of header and digest table; None for another library's file."""
 
     name: str
     nbytes: int
@@ -196,7 +196,7 @@ def structure_of(value: Any) -> Any:
 
 
 def rebuild_from_structure(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the nested value stored under ``name``, rebuilt from ``structure``, the result of :func:`structure_of` for it.
+    """Return the nested value that is stored under ``name``. ``structure``: what :func:`structure_of` returned for the value.
 
     ``value`` is a function from the name of a stored leaf, such as ``"a.0.b"``, to its number, text or boolean.
     """
@@ -231,7 +231,7 @@ def _check_chunks_tile_tensor(where: str, name: str, tensor: TensorRecord, files
 
 
 def json_round_trip(value: Any) -> Any:
-    """Return ``value`` as JSON reads it back. TypeError or ValueError if JSON cannot hold it, or two keys become equal."""
+    """Return ``value`` as JSON reads it back. TypeError or ValueError if JSON cannot hold the value, or keys become equal."""
     return json.loads(json.dumps(value), object_pairs_hook=refuse_repeated_names)
 
 

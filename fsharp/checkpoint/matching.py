@@ -29,7 +29,7 @@ def rename_argument_hint(wanted: str, source: str) -> str:
 def manifest_without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
     """Return the manifest without the names that the patterns in ``ignore`` match, relative to ``subtree``.
 
-    If the owner of a tie is left out, each other name of the tie has the owner's record as its own.
+    If the leaf that stores a tied value is left out, the other names of the value get the record of the tensor.
     """
     prefix = f"{subtree}." if subtree else ""
     names = (*manifest.tensors, *manifest.values, *manifest.aliases)
@@ -174,7 +174,7 @@ def check_matches(
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Return whether a cast is allowed: not to float8, nor one that drops fractions or imaginary parts, or wraps integers."""
+    """Return whether a cast is allowed: not to float8, and none that loses fractions or imaginary parts, or wraps integers."""
     is_float8 = wanted.is_floating_point and wanted.itemsize == 1  # without scales, small values become zero
     if is_float8 or not torch.can_cast(stored, wanted):
         return False

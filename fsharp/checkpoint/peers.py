@@ -78,7 +78,10 @@ class InMemorySave:
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def rank_to_fetch_from(self, file: int | None, rank: int, domain_size: int) -> int:
-        """Return the rank from which ``rank`` fetches a file, or the manifest (None). Hosts with the file share the work."""
+        """Return the rank from which ``rank`` fetches file number ``file``, or for None the manifest.
+
+        Hosts with the file share the work. ``domain_size``: number of ranks on a host.
+        """
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
@@ -90,8 +93,8 @@ CopyKey = tuple[str, int, str]
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[CopyKey] = ()) -> list[InMemorySave]:
     """Return the saves that hosts hold in memory, even if some of their files are lost. All ranks call this.
 
-    ``folder`` is on each host, with ``domain_size`` consecutive ranks. Copies in ``damaged`` do not count. Files and manifests
-    of the wrong size do not count either, and are logged.
+    ``folder``: the folder of saves on each host. ``domain_size``: number of ranks on a host, which are consecutive. Copies in
+    ``damaged`` do not count. Files and manifests of the wrong size do not count either, and are logged.
     """
     mine = check_on_all_ranks("restore()", comm, lambda: saves_on_this_host(folder) if comm.rank % domain_size == 0 else [])
     found: dict[str, InMemorySave] = {}
@@ -157,7 +160,10 @@ class FirstErrorKeeper:
 
 
 def shift_over_ranks(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send 1-D uint8 to the rank ``shift`` further, around the end, and return ``nbytes`` received. All ranks call this."""
+    """Send the bytes ``send`` to the rank ``shift`` further on, modulo the number of ranks. All ranks call this function.
+
+    Return the ``nbytes`` bytes that this rank receives.
+    """
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
     to[(comm.rank + shift) % n], source[(comm.rank - shift) % n] = len(send), nbytes
@@ -265,8 +271,8 @@ def read_from_hosts(
     """Read the elements ``needs`` of ``save`` into their targets, from files on this host or on other hosts.
 
     All ranks call this function. ``folder`` is the folder of the save on this host, which has ``domain_size`` ranks. Raises
-    DamagedCopy, on this rank alone, for missing or damaged bytes. Cost: each rank receives the blocks that it needs and its
-    host lacks, and the headers and digests of their files.
+    DamagedCopy, on this rank alone, for missing or damaged bytes. Cost: each rank receives the needed blocks that its host does
+    not hold, and the headers and digests of the files with these blocks.
     """
     here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
     parts, keeper = needed_elements_by_file(manifest, needs), FirstErrorKeeper()

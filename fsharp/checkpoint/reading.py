@@ -35,7 +35,7 @@ class NeededElements(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Bytes ``begin`` to ``end`` after the header: elements of tensor ``name`` in the file's ``dtype``, for ``target``."""
+    """Bytes ``begin`` to ``end`` after a file's header: elements of tensor ``name`` in ``dtype``, to read into ``target``."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ class CoalescedRead(NamedTuple):
 
 
 class Reader:
-    """Reads elements of one checkpoint. Keeps the header and digests of each file, once read: 0.2 % of the file's size."""
+    """Reads elements of one checkpoint. Keeps the header and digests of each file that was read: 0.2 % of the file's size."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
@@ -78,7 +78,7 @@ class Reader:
 def needed_elements_by_file(
     manifest: Manifest, needs: Iterable[NeededElements]
 ) -> dict[int, list[tuple[Chunk, NeededElements]]]:
-    """Return, by file number, pairs of a chunk and the elements in it that are needed."""
+    """Return, by file number, pairs of a chunk and the needed elements of the chunk."""
     found: dict[int, list[tuple[Chunk, NeededElements]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
@@ -100,9 +100,9 @@ def check_file_size(storage: Storage, path: str, nbytes: int) -> None:
 
 
 class ShardFileReader:
-    """Reads parts of the file of rank ``number``. Raises CheckpointError if its size or digest differs from ``record``.
+    """Reads parts of a checkpoint's file number ``number``. CheckpointError if size or digest differ from ``record``.
 
-    ``fetched``: header and table of digests of a file on another host, whose bytes the caller fetches as well.
+    ``fetched``: header and digest table, if the file is on another host: then the caller also fetches the elements.
     """
 
     def __init__(
@@ -220,7 +220,10 @@ class ShardFileReader:
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage_text(self, blocks: Sequence[int]) -> str:
-        """Return an error about up to four tensors in damaged ``blocks``: the first byte after the header of each, in order."""
+        """Return the text of an error that names up to four tensors in damaged blocks.
+
+        ``blocks``: first byte of each damaged block, counted from the end of the header, in order.
+        """
 
         def is_damaged(extent: TensorExtent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)

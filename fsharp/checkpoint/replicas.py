@@ -471,7 +471,10 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def close(self) -> None:
-        """Wait until the copies under way are made, raise the error if one has failed, and unlock the folder. Files stay."""
+        """Wait for the refresh under way, if there is one, and unlock the folder. If the refresh has failed, raise its error.
+
+        Files in the folder stay.
+        """
         try:
             super().close()
         finally:

@@ -60,10 +60,10 @@ def prune(
 
 
 def _is_another_intact(root: str, old: Collection[str]) -> bool:
-    """Return whether a checkpoint under ``root`` that is not in ``old`` is intact. Read the newest first, until one is.
+    """Return whether a checkpoint under ``root`` that is not in ``old`` is intact: read the newest first, until one is intact.
 
-    If there is such a checkpoint and none is intact, raise a CheckpointError. But return False if another
-    process has removed one of them meanwhile.
+    False if there is no other checkpoint, or if another process has removed one meanwhile. If all other checkpoints are
+    damaged, raise a CheckpointError.
     """
     damage = dict[str, str]()
     for found in iter_complete_newest_first(root):

@@ -50,12 +50,12 @@ class Snapshot:
     """The values of one save, and the folder to which they are written. All ranks have agreed on the save.
 
     Attributes:
-        save_id: the id that :func:`~fsharp.checkpoint.catalog.save_id_from_clock` has returned on rank 0. All ranks have it.
+        save_id: id of the save, which :func:`~fsharp.checkpoint.catalog.save_id_from_clock` has made on rank 0 for all ranks.
         folder: path of the checkpoint once it is complete.
         tensors: the tensors that this rank writes, in order.
         values: elements of ``tensors``, in memory that must not change before the write.
-        failure: the error that kept this rank from copying its values after ranks had agreed, or None. All ranks raise it in
-            the write.
+        failure: the error that kept this rank from copying its values after ranks had agreed, or None. It is raised, on all
+            ranks, when the snapshot is written.
     """
 
     contents: TreeContents
@@ -127,7 +127,10 @@ def save(
 def agree_and_make_folder(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None, planes: bool = False
 ) -> Snapshot:
-    """Return what :func:`save` writes, once ranks agree and rank 0 has made the staging folder, which no error leaves."""
+    """Return the :class:`Snapshot` that :func:`save` writes, once ranks agree. Rank 0 makes the staging folder.
+
+    After an error rank 0 removes the staging folder again.
+    """
     where, folder = absolute_path(root), ""
 
     def stage(contents: TreeContents) -> str:
@@ -378,7 +381,7 @@ def shard_file_name(rank: int) -> str:
 
 
 def header_metadata(save_id: str, rank: int) -> dict[str, str]:
-    """Return the metadata for the header of a rank's file."""
+    """Return the metadata for the header of the file that ``rank`` writes."""
     return {"save_id": save_id, "rank": str(rank)}
 
 

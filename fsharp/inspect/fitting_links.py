@@ -18,7 +18,7 @@ _MAX_FIT_ROUNDS = 8
 
 
 class CollectiveTimestamps(NamedTuple):
-    """The times at which a collective was issued, was first in its queue, and had ended."""
+    """The times at which a collective was issued, began as the first in its stream's queue, and ended."""
 
     issued_s: float
     start_s: float
@@ -133,10 +133,10 @@ def _solve_links_and_casts(points: Sequence[_FitPoint], fallback: tuple[_Links, 
 def _fit_links_and_casts(
     points: Sequence[_FitPoint], names: Mapping[Link, Link], *, with_casts: bool
 ) -> tuple[_Links, float] | None:
-    """Return the ``(latency, bandwidth)`` that fits best for each of ``names``, and the bandwidth of casts.
+    """Return the latency and bandwidth that fit best for each link in ``names.values()``, and the bandwidth of casts.
 
-    ``names``: for each link, the link whose fit it shares. Without ``with_casts`` casts take no time. None if the points do not
-    determine the numbers.
+    ``names``: for each link, the link whose numbers it shares. Without ``with_casts`` casts take no time. None if the points do
+    not determine the numbers.
     """
     found = sorted(set(names.values()))
     if not found:

@@ -125,7 +125,7 @@ def estimated_costs(layout: Layout, order: Sequence[str | Use], tokens: float) -
 
 
 def called_use_fractions(uses: Sequence[Use]) -> dict[str, float]:
-    """Return, for each unit, the fraction of its uses that call the unit, or a repeated layer like the unit.
+    """Return, for each unit, the fraction of the unit's uses that call this unit, or a repeated layer like this unit.
 
     In all other uses the unit only lends leaves to a unit of another kind, as an embedding does to a head. Names of repeated
     layers differ only in numbers.

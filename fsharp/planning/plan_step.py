@@ -153,7 +153,7 @@ def walk_nested_uses(uses: Iterable[T]) -> Iterator[T]:
 
 
 def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list[Use]:
-    """Return a use of each module, inside of the one around it. ``owners``: by path, in order, the units that it gathers."""
+    """Return a use of each module, inside of the use of the module around it. ``owners``: by path, the units it gathers."""
     inner: dict[str | None, list[str]] = {}
     for path in (around := {path: None for path, names in owners.items() if names}):
         inner.setdefault(innermost_prefix(path.rpartition(".")[0], around) if path else None, []).append(path)
@@ -174,7 +174,7 @@ def use_of_units(layout: Layout, names: Sequence[str], inner: tuple[Use, ...] = 
 
 
 def _units_with_gradient(layout: Layout, use: Use) -> set[str]:
-    """Return the units of a use that get a gradient. In ``use.ties`` these are the owners of leaves that are trained."""
+    """Return the units of a use that get a gradient. A unit in ``use.ties`` counts if it lends a leaf that is trained."""
     own = [layout[name] for name in use.units if name not in use.ties]
     tied = [leaf.tied_to for unit in own for leaf in unit.leaves if leaf.tied_to is not None]
     found = {unit.name for unit in own if unit.trainable_groups}

@@ -185,7 +185,7 @@ class TuneRequest:
         return meshes
 
     def _check_trial(self, model: Model, *, has_trial: bool) -> None:
-        """Raise a ScheduleError if arguments of a trial contradict each other, or one is missing."""
+        """Raise a ScheduleError if arguments of a trial contradict each other, or an argument is missing."""
         is_module, what = model.module is not None, ""
         if has_trial and not is_module and self.loss_fn is None:
             what = "batch= of tensors needs loss_fn= for a tree of tensors. Pass it, or a number of tokens."
@@ -203,7 +203,7 @@ class TuneRequest:
             raise ScheduleError(f"tune(): {what}")
 
     def _unit_patterns_by_choice(self, model: Model) -> Mapping[str, UnitPatterns]:
-        """Return choices of units by name. Only one is derived with ``activations``, or for a Hardware without ``device``."""
+        """Return choices of units by name. With ``activations``, or a Hardware without ``device``, derive only one choice."""
         if isinstance(self.units, Mapping):
             return self.units
         if self.units is not None:
@@ -242,7 +242,7 @@ class TuneRequest:
     def _costs_with_given_activations(
         self, costs: Mapping[CostKey, MicrobatchCosts], options: Sequence[LayoutOption]
     ) -> dict[CostKey, MicrobatchCosts]:
-        """Return costs in which the user's bytes of activations, if given, replace estimates."""
+        """Return ``costs`` of the layouts in ``options``, with the user's bytes of activations, if given, for estimates."""
         if self.activations is None:
             return dict(costs)
         layouts = {option.cost_key: option.layout for option in options}
@@ -253,7 +253,7 @@ class TuneRequest:
         return found
 
     def costs(self, to_try: LayoutsToTry) -> dict[CostKey, MicrobatchCosts]:
-        """Return the costs of units by key. With ``device`` ranks measure: the median of seconds and the most bytes count."""
+        """Return the costs of units, by key. With ``device`` ranks measure: the median of their seconds, and the most bytes."""
         device = self.measured_on
         if device is None:
             return to_try.costs
@@ -297,7 +297,7 @@ class TuneRequest:
         return result
 
     def _units_to_recompute(self, costs: MicrobatchCosts, units: str) -> dict[str, tuple[str, ...]]:
-        """Return a dict from the name of a choice of recomputation to the units that are recomputed, for a choice of ``units``.
+        """Return, by name of a choice of recomputation, the units that are recomputed. ``units``: name of a choice of units.
 
         If ``remat`` is None, the choice ``""`` recomputes no unit. The choice ``"all"`` recomputes the units of all innermost
         calls, and is tried if it saves memory.

@@ -67,7 +67,7 @@ class Model:
 
 
 def model_of(model: Any, frozen: Patterns) -> Model:
-    """Return the Model of a tree with leaves ``frozen``, or of a module, whose leaves without ``requires_grad`` are frozen."""
+    """Return the Model of a tree, with ``frozen`` leaves; or of a module: parameters without ``requires_grad`` are frozen."""
     if not isinstance(model, nn.Module):
         return Model(model, frozen)
     trained = {name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}

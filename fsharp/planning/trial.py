@@ -91,7 +91,7 @@ class UnitCall:
         self.kept_nbytes += nbytes
 
     def add_forward(self, flops: float, input_nbytes: int) -> None:
-        """Add a forward. ``flops`` includes inner calls, which are subtracted. ``input_nbytes``: bytes of the arguments."""
+        """Add a forward. ``flops``: FLOPs with those of inner calls, which are subtracted. ``input_nbytes``: of arguments."""
         self.flops += flops - sum(each.flops for each in walk_nested_uses(self.inner))
         self.input_nbytes += input_nbytes
 
@@ -101,7 +101,7 @@ class UnitCall:
 
 
 class _CallRecorder:
-    """A record of the calls of a trial, and of the bytes that autograd keeps in each. ``calls`` has the outermost calls."""
+    """A record of the calls of a trial, and of the bytes that autograd keeps for each. ``calls``: the outermost calls."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         self.calls: list[UnitCall] = []

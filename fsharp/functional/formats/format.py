@@ -144,7 +144,7 @@ class LeafCodec:
     for_inference: Callable[[LeafPart], tuple["Format", LeafPart]] | None = None
 
     def scale_specs(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Return :attr:`scale_tensors` of a leaf of ``shape``; if it is None, one uint8 tensor with the suffix ``_scales``."""
+        """Return ``scale_tensors(shape)``; without this function, one uint8 tensor with the suffix ``_scales``."""
         if self.scale_tensors is not None:
             return self.scale_tensors(shape)
         return {"_scales": ((self.scales_nbytes(shape),), torch.uint8)}
@@ -356,12 +356,12 @@ class Format:
 
     @property
     def step(self) -> int:
-        """Least number of values that each plane encodes by a whole number of numbers; the block without a ``leaf_codec``."""
+        """The least number of values for which each plane has whole numbers. Without a ``leaf_codec``: the block."""
         return self.block if self.leaf_codec is None else self.leaf_alignment
 
     @property
     def leaf_alignment(self) -> int:
-        """With a ``leaf_codec``: leaves begin at multiples of this number, so no stored number is of two leaves. Else 1."""
+        """With a ``leaf_codec`` leaves begin at multiples of this number, so no stored number encodes two leaves. Else 1."""
         if self.leaf_codec is None:
             return 1
         return math.lcm(*[self.block // math.gcd(self.block, plane.per_block) for plane in self.planes])
@@ -380,7 +380,8 @@ class Format:
     def encode_leaves(self, parts: Sequence[LeafPart], agree: AgreeMax, facts: MessageFacts) -> None:
         """Encode whole leaves: each rank encodes its ``parts`` into their memory. All ranks call this method together.
 
-        Raises FormatError if ``encode`` raises an error. FsharpErrors, such as those of ``agree``, are raised as they are.
+        ``agree``: see :class:`LeafCodec`. ``facts()`` returns rows for an error. Raises FormatError if ``encode`` raises an
+        error. FsharpErrors, such as those of ``agree``, are raised as they are.
         """
         codec = self.leaf_codec
         assert codec is not None

@@ -82,8 +82,8 @@ def format_of_hooked_parameter(
     """Return the format in which a parameter whose class has FSDP2's hooks is stored and gathered.
 
     ``compute``: dtype in which the model uses the parameter, the ``param_dtype`` of the second hook. ``main`` and ``device``:
-    of the main copy. ``policy``: FSDP2's MixedPrecisionPolicy, for a first hook that takes one. Raises OptionError if the hooks
-    are not supported.
+    dtype and device of the main copy. ``policy``: FSDP2's MixedPrecisionPolicy, for a first hook that takes one. Raises
+    OptionError if the hooks are not supported.
 
     Cost: a trial call of the hooks for the whole parameter and one for a row, and the memory of their results.
     """
@@ -146,7 +146,7 @@ class _GatherHooks:
 
     @torch.no_grad()
     def _call_pre_hook(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _PreHookResult:
-        """Call the first hook for ``values``, rows of a main copy. ``known``: results of the maxima that it takes first."""
+        """Call the first hook for ``values``, rows of a main copy. ``known``: results of the hook's first maxima over ranks."""
         wrapped, given, unknown = self._as_hooked_parameter(values), iter(known), list[torch.Tensor]()
 
         def take_maximum(numbers: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ class _GatherHooks:
         return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
 
     def scales_nbytes(self, shape: Shape) -> int:
-        """Return the bytes, each tensor's aligned, of the scales of a whole leaf: the tensors in the first hook's metadata."""
+        """Return the bytes of a whole leaf's scales, with padding. Scales are the tensors in the first hook's metadata."""
         return sum(align_nbytes(x.nbytes) for x in self._trial_result(shape).tensors)
 
     def sizes_of_maxima(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
