@@ -43,11 +43,17 @@ def byte_spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _SchemaEffects(NamedTuple):
-    """The effects of an operator by its schema: whether it reads or writes data, and which arguments it writes."""
+    """The effects of an operator on its arguments, as its schema says.
 
-    touches_data: bool  # whether the operator reads or writes data: a view does not
-    written: frozenset[str]  # names of the arguments that are written
-    names: tuple[str, ...]  # names of all arguments
+    Attributes:
+        touches_data: whether the operator reads or writes data; False for a view.
+        written: names of the arguments that the operator writes.
+        names: names of all arguments, in order.
+    """
+
+    touches_data: bool
+    written: frozenset[str]
+    names: tuple[str, ...]
 
 
 @cache
@@ -112,7 +118,10 @@ class LiveStorages:
 
 
 class AccessLoggingMode(TorchDispatchMode):
-    """Log the memory accesses of the ops that torch runs in this thread. ``where`` returns the current lane and its work."""
+    """Log the memory accesses of the ops that torch runs in this thread.
+
+    ``where()`` returns the name of the current lane, and in words the work that runs there.
+    """
 
     def __init__(self, log: list[LogEntry], where: Callable[[], tuple[str, object]]) -> None:
         super().__init__()

@@ -49,9 +49,9 @@ def assert_equivalent(
 
     All runs have to agree with the unsharded run within ``tolerance``. In a run all ranks have to end with bitwise equal
     parameters. Two runs on one mesh have to be **bitwise** equal if they add gradients in the same order. On a mesh of one
-    axis, with one microbatch, all runs add in the same order. On several axes, two strategies do so if they have the same order
-    of axes, and shard optimizer state along the same axes. With several microbatches, gradients also have to rest unreduced
-    (``Partial``) along the same axes.
+    axis, with one microbatch, all runs add in the same order. On several axes, two strategies add in the same order if they
+    have the same order of axes, and shard optimizer state along the same axes. With several microbatches, gradients also have
+    to rest unreduced (``Partial``) along the same axes.
 
     Args:
         loss_fn: the loss, as for :func:`~fsharp.train_step`. Its result must not depend on how the batch is divided: a mean

@@ -58,7 +58,7 @@ def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
 
 @options_checked
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
-    """Return every legal :class:`~fsharp.Strategy` without varying axes on a mesh, such as ZeRO-3, and unnamed ones."""
+    """Return all legal strategies without varying axes on a mesh: those with names, such as ZeRO-3, and those without."""
     result = []
     for rules in product(_AXIS_RULES, repeat=len(mesh.axes)):
         try:
@@ -80,7 +80,10 @@ def sharding_atoms() -> st.SearchStrategy[Atom]:
 
 
 def precisions() -> st.SearchStrategy[Precision]:
-    """Return a Hypothesis strategy for precisions: the leaf's dtypes; with a main copy; with a wire narrower than the sum."""
+    """Return a Hypothesis strategy for one of three precisions.
+
+    Leaves keep their dtypes; or are bfloat16, with float32 main copies; or are float32, with gradients sent in bfloat16.
+    """
     return st.sampled_from(
         [
             Precision(),

@@ -20,7 +20,7 @@ Clock = dict[str, int]
 
 
 class ByteSpan(NamedTuple):
-    """A run of bytes of one storage: the addresses of its first byte and of its end, and the address of the storage."""
+    """A run of bytes of one storage, at the addresses ``[start, stop)``. ``base``: the address of the storage."""
 
     start: int
     stop: int
@@ -87,9 +87,13 @@ Log = Sequence[LogEntry]
 
 
 class Race(NamedTuple):
-    """Two unordered accesses to the same bytes; or an access to freed memory that another lane may reuse.
+    """Two accesses to the same bytes that nothing orders; or an access that may still be under way when its memory is reused.
 
-    In the second case ``second`` is None, and the lane ``owner`` may reuse the memory while ``first`` is under way.
+    Attributes:
+        first: the access that came first in the log.
+        second: the access that does not wait for ``first``; None if the memory was freed.
+        span: the bytes.
+        owner: if the memory was freed, name of the lane that allocated the memory and may reuse it.
     """
 
     first: Access

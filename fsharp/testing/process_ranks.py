@@ -40,9 +40,9 @@ _GRACE_S = 10.0  # seconds for other ranks to end after one has failed: the firs
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
     """Run ``fn(comm)`` on every rank of a mesh, in real processes over gloo, and return the results in order of rank.
 
-    ``fn`` with its closure, and results, are sent by cloudpickle. A process has the search path and working directory of this
-    process, and has imported torch and fsharp. It has the environment of this process, but with ``OMP_NUM_THREADS=1``.
-    Addresses of objects and the order of sets are the same on all ranks, unlike under torchrun.
+    ``fn`` with its closure, and results, are sent by cloudpickle. Each process has the search path, working directory and
+    environment of this process, but with ``OMP_NUM_THREADS=1``. Processes are forked from one launcher, which has imported
+    torch and fsharp. So addresses of objects and the order of sets are the same on all ranks. Under torchrun they are not.
 
     Args:
         mesh: the ranks.
@@ -53,7 +53,7 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
         CommError: a process failed, ended before ``fn`` returned, or did not end in time. All processes have ended by then. The
             message has the end of the output of a process that failed or is late.
 
-    Cost: a fork for each rank; the first call imports torch once more.
+    Cost: a fork for each rank. The first call starts the launcher, which imports torch.
     """
     return _run_ranks(_launcher, mesh, fn, timeout)
 

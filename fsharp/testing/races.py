@@ -107,7 +107,7 @@ class VirtualLanes(Lanes):
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
     def synchronize_op(self, op: OpKey) -> None:
-        """Make the current lane wait for an op, as all that the host issues later follows the op."""
+        """Make the current lane wait for an op: all that the host issues later comes after the op."""
         self.stream_wait_ops([op])
 
     def record_stream(self, x: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class VirtualLanes(Lanes):
 
 
 class RaceReport:
-    """The memory accesses of the checked steps, and the races among them, which are known at the end of the check."""
+    """The memory accesses of the checked steps, and the races among these accesses, once the check has ended."""
 
     def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place

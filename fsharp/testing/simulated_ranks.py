@@ -56,8 +56,8 @@ def simulate(
 ) -> list[Any]:
     """Run ``fn(comm)`` on every rank of a mesh, all in this process, and return the results in order of rank.
 
-    Ranks are threads that take turns, and meet in collectives. Sums are taken in order of rank, as process groups on CPUs do.
-    So a simulated run is bitwise equal to a real run.
+    Ranks are threads that take turns, and meet in collectives. Sums are taken in order of rank, as over gloo. So a simulated
+    run is bitwise equal to a run of processes on CPUs.
 
     >>> import fsharp as fs
     >>> simulate(fs.Mesh({"dp": 3}), lambda comm: int(comm.all_reduce(torch.tensor(comm.rank), "dp")))
@@ -65,18 +65,19 @@ def simulate(
 
     Args:
         mesh: the ranks.
-        fn: function that each rank calls. All ranks share torch's global random generator. For random numbers pass a generator
-            as an argument to functions, so that ``forward`` can replay it.
+        fn: function that each rank calls. All ranks share torch's global random generator. So let each rank make a generator,
+            and pass it as an argument to functions: ``forward`` can then replay the random numbers.
         seed: seed of the order in which ranks take turns, at each collective and each :meth:`ThreadComm.pause`. With None each
             rank runs until it has to wait, and then the next rank runs.
-        timeout: longest turn of a rank, in seconds; during a longer turn waiting ranks raise CommError. A rank must not wait
-            for another rank by other means than ``comm``. A deadlock within ``comm`` is found at once, without this limit.
+        timeout: seconds that a turn of a rank may take. If a turn takes longer, the waiting ranks raise CommError. A rank must
+            not wait for another rank by other means than ``comm``. A deadlock within ``comm`` is found at once.
         outcomes: return the error of each rank that raised one, in place of its result, and a :class:`Killed` for a rank that
             died or stalled (:meth:`ThreadComm.simulate_death`). If False, the first error is raised.
 
     Raises:
         CommError: ranks called different collectives; the message has all calls.
-        CommError: a rank waits for a call that cannot come; or a rank died, and no rank raised an error (without ``outcomes``).
+        CommError: a rank waits for a call that cannot come.
+        CommError: a rank died, and no rank raised an error; only without ``outcomes``.
         Exception: the error of the first rank that failed.
     """
     world = _World(mesh, timeout, seed)

@@ -108,7 +108,7 @@ class BoundSchedule:
         return self.units.items() <= units.items()
 
     def clone_gradients_in_arena(self, grads: Grads) -> Grads:
-        """Return a use's gradients. If one is in the arena, whose memory is released before the cast, return copies of all."""
+        """Return a use's gradients. If one is in the arena, return copies of all: arena memory is released before the cast."""
         first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
@@ -116,7 +116,7 @@ class BoundSchedule:
         return grads
 
     def release_params_move_grads(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """Release full parameters not in use, and move gradients out of the arena, except gradients that callers view."""
+        """Release full parameters that are not in use. Move gradients out of the arena, unless callers hold views of them."""
         self.stranded = {}
         for unsharded in self.unsharded_by_unit.values():
             unsharded.wait()

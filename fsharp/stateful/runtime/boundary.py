@@ -186,7 +186,7 @@ class UnitUse:
         self._full = None
 
     def pack_saved_parameters(self, out: Any, sequence_nr: int, fill_buffer: Callable[[], UnshardedBuffer]) -> None:
-        """Let autograd save functions, which rebuild views of this use's parameters in the backward, in place of the views.
+        """In place of views of this use's parameters let autograd save functions that rebuild the views in the backward.
 
         So memory can be released before the backward. Views in the arena stay: a schedule fills the same addresses again. Only
         nodes of the graph of ``out`` from ``sequence_nr`` on are searched. ``fill_buffer`` returns the buffer of the

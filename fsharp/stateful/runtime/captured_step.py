@@ -27,7 +27,7 @@ class CapturedStep:
     Args:
         scheduled: the step: ``scheduler(train_step(loss_fn, tx, donate=True))``.
         state: the first state. The captured step takes over the memory of ``state``: do not use ``state`` afterwards.
-        batch: a batch to train on. Later batches need its structure, shapes, dtypes, and values other than tensors.
+        batch: a batch to train on. Later batches need equal structure, shapes, dtypes, and values other than tensors.
         warmup: number of training steps on ``batch`` before the capture, at least 2. The first of them records the schedule.
 
     Attributes:
@@ -72,7 +72,7 @@ class CapturedStep:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
         Raises:
-            ScheduleError: the scheduler is closed, or the batch differs from the captured one, which closes the scheduler.
+            ScheduleError: the scheduler is closed; or the batch differs from the captured one, and the scheduler is closed now.
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.engine.steps.check_scheduler_open()

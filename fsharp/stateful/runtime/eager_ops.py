@@ -102,7 +102,7 @@ class EagerOps:
                 yield from self.ops_after_update(units)
 
     def with_following_ops(self, bound_ops: Iterable[BoundOp]) -> Iterator[BoundOp]:
-        """Yield each op, then the ops that :func:`following_specs` lists. The caller runs an op before it asks for the next."""
+        """Yield each op, then the ops that follow it (:func:`following_specs`). The caller runs each op before the next one."""
         for bound in bound_ops:
             op, number, unit = bound.op, bound.key[1], bound.unit
             yield bound
@@ -234,7 +234,7 @@ class EagerOps:
     def _append_bound_op(
         self, spec: OpSpec, unit: UnitState | None, phase: Phase, *, use_index: int = -1, after: int | None = None, **bound: Any
     ) -> BoundOp:
-        """Append an op to ``ops``, and return it bound. Its address: ``unsharded.where``, else that of the unit's buffer.
+        """Append an op to ``ops``, and return it bound. Its memory is that of ``unsharded``, else of the unit's buffer.
 
         On another stream than compute, the op waits for op ``after``; if ``after`` is None, for all work of compute so far.
         ``bound``: fields of :class:`BoundOp`, such as ``unsharded``, and ``opens``, a field of :class:`Op`.
@@ -260,7 +260,7 @@ class EagerOps:
         return BoundOp(op, (self._number, number), to_come, unit, **{"unsharded": self.unsharded_by_unit.get(key), **bound})
 
     def _assign_address(self, buffer: str, unit: UnitState) -> Memory | None:
-        """Return the address of a buffer in this step's schedule, shared with no other buffer; None for 0 bytes."""
+        """Return the address of a unit's buffer in the schedule that this step emits, never shared; None for 0 bytes."""
         if (buffer, unit.key) not in self._addresses:
             nbytes = buffer_nbytes(buffer, self._assumed_facts(unit))
             self._addresses[buffer, unit.key] = Memory(self._arena_nbytes, nbytes) if nbytes else None

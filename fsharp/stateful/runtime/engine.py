@@ -54,7 +54,7 @@ class ScheduledEngine(Engine):
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
         The result is False under ``torch.func`` and ``make_fx``, and for nodes that are donated, or rest elsewhere than
-        parameters. The result is also False if a node's buffer requires a gradient, or if encoded parameters would get none.
+        parameters. The result is also False if a node's buffer requires a gradient, or if encoded parameters could get none.
         """
         if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return False
@@ -131,7 +131,7 @@ class ScheduledEngine(Engine):
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
     def begin_gradients_of_tree(self, params: Any, residuals: ResidualViews, *, final_sum_in_place: bool) -> list[UnitState]:
-        """Begin new gradients of the units of ``params``, in place of the last ones, and return these units.
+        """Begin new gradients of the units of ``params``, in place of their previous gradients, and return these units.
 
         Gradients of other units are kept. ``residuals``: encoding errors of earlier gradients, which reductions overwrite.
         ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read. Raises

@@ -94,7 +94,7 @@ class Executor:
     def set_host_copies(
         self, host_copies: Mapping[str, HostDeviceCopies], update_gathers: Mapping[str, UpdateGather] = {}
     ) -> None:
-        """Store, by unit, the host copies and the gathers of updated parameters that later ops begin."""
+        """Give host copies and gathers of updated parameters, by unit, to the later ops that begin them."""
         self.host_copies, self.copied_units, self.update_gathers = dict(host_copies), tuple(host_copies), dict(update_gathers)
 
     def set_lanes(self, lanes: Lanes) -> None:
@@ -132,7 +132,7 @@ class Executor:
         return self._own.watch.statuses.waited_s if isinstance(self._own, ProcessGroupComm) else 0.0
 
     def action_on_lane(self, bound: BoundOp, start: Action, *, after_compute: bool = True) -> Action:
-        """Return an action that runs ``start`` on the op's lane, after the ops ``bound.after`` and, if asked, after compute."""
+        """Return an action that runs ``start`` on the op's lane: after the ops ``bound.after``, and if asked after compute."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
 
         def action() -> None:
@@ -177,7 +177,7 @@ def _run_actions(actions: Iterable[Action]) -> None:
 
 
 def _action_to_accumulate(bound: BoundOp) -> Action:
-    """Return the action that adds the result of a reduction to the gradient. The op ``bound`` begins or ends the reduction."""
+    """Return the action that adds a reduction's result to the gradient. ``bound``: the reduction's first op, or its last op."""
     if bound.spec in (ops.FINAL_REDUCE, ops.FINAL_ACCUMULATE):
         return bound.gradient.end_final_reduction
     assert bound.block is not None

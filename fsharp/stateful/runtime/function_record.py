@@ -129,9 +129,9 @@ class FunctionRecord:
     """The record of a scheduled function's calls, or of a module's training steps.
 
     Attributes:
-        emitted: returns the ops of the last call with collectives; None if this call had a schedule, or there is none.
+        emitted: returns the ops of the last call with collectives; None if this call had a schedule, or there was no call.
         profiler: measures steps for a trace; None without a trace.
-        next_called: returns the record of the function that was called after this function's last call; None if there is none.
+        next_called: returns the record of the function that was called after this function's last call; None if none was.
     """
 
     def __init__(self, name: str) -> None:
@@ -180,7 +180,7 @@ class FunctionRecord:
         return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
 
     def record_argument_position(self, key: str, node: Sharded) -> None:
-        """Record the position of a unit's node among the arguments of the call under way, if it is one of them."""
+        """Record the position of a unit's node among the arguments of the call under way, if it is an argument."""
         if found := [i for i, each in enumerate(self._nodes) if memory_key(each) == memory_key(node)]:
             self._positions[key] = found[0]
 
@@ -213,7 +213,7 @@ class FunctionRecords:
         return record
 
     def record_last_called(self, record: FunctionRecord) -> None:
-        """Record that the function of ``record`` was called, after the function that was called last before."""
+        """Record a call of the function of ``record``, as the one that follows the last recorded call of any function."""
         self._calls[record.name.partition(" (")[0]] += 1
         if (last := self._last()) is not None:
             last.record_next_called(record)

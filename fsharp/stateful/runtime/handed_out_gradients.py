@@ -17,17 +17,17 @@ _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 
 
 class HandedOutGradients:
-    """A record of the gradients that the last ``value_and_grad`` has returned. ``reduce_scatter`` looks gradients up in it."""
+    """A record of the gradients that the last ``value_and_grad`` has returned. ``reduce_scatter`` reads the record."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the record, and its references to gradients."""
+        """Clear the record, and release its references to gradients."""
         self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
 
     def take_units(self) -> list[UnitState]:
-        """Return the units, in tree order, and drop the record."""
+        """Return the units, in tree order, and clear the record."""
         units = [unit for unit, _, _ in self._rows]
         self.clear()
         return units
@@ -55,7 +55,7 @@ class HandedOutGradients:
                 )
 
     def is_scheduled_reduction(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        """Return whether ``nodes`` are all handed-out gradients, unchanged if already sent, for the optimizer's shards."""
+        """Return whether ``nodes`` are all gradients handed out, unchanged since sent, and ``to`` is the optimizer's place."""
         filled = [node for node in nodes if node.unit.trainable_groups]
         if len(filled) != len(self._rows) or not filled:
             return False

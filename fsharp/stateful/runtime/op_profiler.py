@@ -38,7 +38,7 @@ class OpProfiler:
         return event
 
     def begin_step(self) -> None:
-        """Begin to measure a step. Drop the measurements of an earlier step that has left its schedule."""
+        """Begin to measure a step. Remove the measurements of an earlier step that has left its schedule."""
         self._open.clear()
         self._rows = [row for row in self._rows if row[-1] < len(self.trace.steps)]
         self._start = self._last = self.mark_time()

@@ -33,8 +33,8 @@ class Scheduler(DelegatingComm):
     >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
     2
 
-    An error in a wrapped function closes the scheduler, and all other ranks raise too. Then make a new Scheduler of the same
-    Comm.
+    An error in a wrapped function closes the scheduler, and all other ranks raise an error too. Then make a new Scheduler of
+    the same Comm.
 
     Args:
         comm: the ranks. Collectives run in threads over gloo, on streams over NCCL, and block over any other Comm.
@@ -81,7 +81,7 @@ class Scheduler(DelegatingComm):
     all_reduce, all_to_all = api_boundary(DelegatingComm.all_reduce), api_boundary(DelegatingComm.all_to_all)
 
     def _comm_and_label(self, label: str, *call: Any) -> tuple[Comm, str]:
-        """Return the Comm for a user's own collective, and ``label`` with the step. An error if the scheduler is closed."""
+        """Return the Comm for a user's own collective, and ``label`` with the step. Raises if the scheduler is closed."""
         steps = self.engine.steps
         steps.check_scheduler_open()
         steps.executor.make_process_groups()
@@ -114,14 +114,14 @@ class ScheduleHandle:
 
     @api_boundary
     def last_unscheduled_ops(self) -> Schedule:
-        """Return the ops of the last call with collectives, to print. ScheduleError if it had a schedule, or there is none."""
+        """Return the ops of the last call with collectives, to print. ScheduleError if it had a schedule, or none was made."""
         if self.record.emitted is None:
             raise ScheduleError("there is no call, or the last call had a schedule: read `schedule` instead.")
         return self.record.emitted()
 
     @api_boundary
     def follow(self, schedule: Schedule) -> None:
-        """Follow ``schedule``, such as an edited :attr:`schedule`, until a call leaves it. Pass an equal one on every rank.
+        """Follow ``schedule``, such as an edited :attr:`schedule`, until a call leaves it. All ranks pass equal schedules.
 
         Raises:
             ScheduleError: ``schedule`` uses memory or gradients wrongly. If it does not fit the units, the next call raises.

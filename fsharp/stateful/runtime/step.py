@@ -165,7 +165,7 @@ class Step:
             (uses.held_in_backward if in_backward() else uses.held)[use.unit.key] = None
 
     def begin_use_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
-        """Begin the backward of each of ``uses``, as autograd has reached the results of their function."""
+        """Begin the backward of each of ``uses``: autograd has reached the results of their function."""
         gathered = (
             [use.unit.key for use in uses if use.unsharded is not None] if self.is_over or torch.is_grad_enabled() else []
         )
@@ -211,7 +211,7 @@ class Step:
             self._end_use_backward(backward[-1], None)
 
     def _receive_use_gradients(self, use: UnitUse, grads: Grads) -> None:
-        """End the backward of a use, as autograd has computed ``grads``, the gradients of its leaves."""
+        """End the backward of a use: autograd has computed ``grads``, the gradients of its leaves."""
         if self.is_over or self._on_backward is not None:
             self._run_backward_hook([use.unit.key])
         uses = self.uses

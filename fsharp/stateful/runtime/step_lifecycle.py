@@ -70,7 +70,7 @@ class StepLifecycle:
         restart_replay.record_replay_only_call(partial(self._reset_after_rank_restart, self.own, self.executor))
 
     def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
-        """For a new generation of the job, drop all schedules and steps. ``own``, ``executor``: those of the constructor."""
+        """Return to the state of a new object, for a new generation of the job. ``own``, ``executor``: its first ones."""
         self._closed, self._history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.reset_after_rank_restart()
@@ -100,7 +100,7 @@ class StepLifecycle:
             self.records.unbind_all_schedules()
 
     def set_lanes(self, lanes: Lanes) -> None:
-        """Run all later ops on these lanes, also ops of schedules that are bound already."""
+        """Run all later ops on ``lanes``, also the ops of schedules that are already bound to units and memory."""
         self.executor.set_lanes(lanes)
         for record in self.records:
             for compiled in record.programs.bound.values():
@@ -116,13 +116,13 @@ class StepLifecycle:
             self.executor.set_label_names(step=f"{self.now.title}{self._history_digest_suffix}")
 
     def reset_label_history(self) -> None:
-        """Drop earlier steps and settings from labels of collectives, once all ranks have loaded the same values."""
+        """Make labels independent of earlier steps and settings, once all ranks have loaded the same values."""
         self._history, self.num_updates = SettingsHistory(), 0
         for record in self.records:
             record.restart_label_numbering()
 
     def settings_text_to_compare(self) -> str:
-        """Return all settings so far, for ranks to compare: a digest of older ones, then lines ``name=value``."""
+        """Return all settings so far that ranks have to share, as text: a digest of older ones, then lines ``name=value``."""
         return self._history.text_to_compare
 
     def comm_with_settings_digest(self, comm: Comm) -> Comm:
@@ -201,7 +201,7 @@ class StepLifecycle:
             raise ScheduleError(f"{why}\nMake a new scheduler: fs.Scheduler(comm) of the same Comm works.")
 
     def _clear_step(self) -> None:
-        """Drop the references to the step under way and to its tensors."""
+        """Release the references to the step under way and to its tensors."""
         self.now = None
         self.handed_out.clear()
         self.registry.unbind_nodes()
@@ -210,7 +210,7 @@ class StepLifecycle:
             record.release_tensors()
 
     def _record_and_prepare_next_step(self, step: Step) -> None:
-        """Record how a step went, for later schedules. After a scheduled step, gather the first units of the next step."""
+        """After a step that has followed a schedule gather the next step's first units. Compile the program of another step."""
         assert self.now is not None
         record = self.now.record
         for unit in self.registry.units.values():

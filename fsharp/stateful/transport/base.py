@@ -22,24 +22,24 @@ from fsharp.functional.comm.protocol import Comm, CountingComm
 
 
 class Work:
-    """A collective under way. Several threads may wait for the collective. The first thread that waits completes it.
+    """A collective under way, or one that is done if ``finish`` is None. Several threads may wait for the collective.
 
-    ``then`` waits for the collective, completes it, and returns the Work's result unless ``result`` is given.
+    The first thread that waits calls ``finish()``, which waits for the collective, completes it, and may return its result.
     """
 
-    __slots__ = ("_lock", "_result", "_then")
+    __slots__ = ("_finish", "_lock", "_result")
 
-    def __init__(self, then: Callable[[], Any] | None = None, result: Any = None) -> None:
-        self._then, self._result, self._lock = then, result, Lock()
+    def __init__(self, finish: Callable[[], Any] | None = None, result: Any = None) -> None:
+        self._finish, self._result, self._lock = finish, result, Lock()
 
     def wait(self) -> Any:
-        """Block until the collective is done, and return its result. After a failure each call raises its error."""
-        if self._then is not None:
+        """Block until the collective is done. Return ``result``, else that of ``finish()``. If it raises, each call does."""
+        if self._finish is not None:
             with self._lock:
-                if self._then is not None:
-                    found = self._then()
+                if self._finish is not None:
+                    found = self._finish()
                     self._result = found if self._result is None else self._result
-                    self._then = None
+                    self._finish = None
         return self._result
 
 
@@ -48,7 +48,7 @@ class Summand(NamedTuple):
 
     Attributes:
         x: the buffer. A reduce_scatter along an axis of ``n`` ranks cuts ``x`` into ``n`` equal parts.
-        out: memory for the sum. None, for a reduce_scatter only, leaves the sum where the transport computes it.
+        out: memory for the sum. In a reduce_scatter None leaves the sum where the transport computes it.
         scratch: memory of :meth:`Transport.scratch_nbytes` bytes.
     """
 
@@ -58,7 +58,7 @@ class Summand(NamedTuple):
 
     @property
     def required_out(self) -> torch.Tensor:
-        """``out`` of a summand of an all_reduce, which is never None, and may be ``x``."""
+        """``out``, for an all_reduce: there ``out`` is never None, and may be the same tensor as ``x``."""
         assert self.out is not None, "an all_reduce needs a place for its result"
         return self.out
 
@@ -135,7 +135,7 @@ class Transport(ABC):
         return [self._copy_after(work, outs, there)] * len(xs)
 
     def should_pack(self, xs: Sequence[torch.Tensor], n: int) -> bool:
-        """Return whether to pack the buffers ``xs``, each sent in ``n`` parts. The result depends on sizes alone."""
+        """Return whether to pack ``xs``. A rank gets one of ``n`` parts of each buffer. Sizes alone decide, so ranks agree."""
         return True
 
     @abstractmethod
@@ -200,7 +200,7 @@ class Transport(ABC):
         return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
     def _copy_after(self, first: Work, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> Work:
-        """Return a Work that waits for ``first``, and then copies each of ``xs`` into the tensor of ``outs``."""
+        """Return a Work that waits for ``first``, and then copies each of ``xs`` into the tensor of ``outs`` at its index."""
 
         def copy() -> None:
             first.wait()
@@ -212,7 +212,7 @@ class Transport(ABC):
         return work
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of :attr:`Summand.scratch` for ``numel`` elements. ``sums_into_out``: ``out`` has their dtype."""
+        """Return the bytes of scratch for a sum of ``numel`` elements. ``sums_into_out``: ``out`` is given, in their dtype."""
         return 0
 
     def observe_collectives(self, on_collective: Callable[[CollectiveOutcome], None] | None) -> None:
@@ -225,7 +225,7 @@ class Transport(ABC):
 
 
 def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``xs`` into the tensor of ``outs``. As in a collective, version counters do not change."""
+    """Copy each of ``xs`` into the tensor of ``outs`` at the same index. Version counters of ``outs`` do not change."""
     pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
     if pairs:
         with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):

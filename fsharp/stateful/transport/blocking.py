@@ -9,9 +9,9 @@ from fsharp.stateful.transport.base import Summand, Transport, Work
 
 
 class BlockingTransport(Transport):
-    """A Transport over any Comm. Each collective is done when its method returns. The Comm counts and labels collectives.
+    """A Transport over any Comm. When a method returns, its collective is done. The Comm counts and labels collectives.
 
-    The base class packs several buffers into one, so each method gets one buffer.
+    :class:`Transport` packs several buffers into one before it calls a method of this class. So each method gets one buffer.
     """
 
     def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:

@@ -48,7 +48,7 @@ class GlooTransport(Transport):
         return sum([x.nbytes for x in xs]) < _MIN_MESSAGE_NBYTES * n * len(xs)
 
     def gather_unpacked(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """Gather by messages that arrive directly in ``outs``."""
+        """Begin to gather: each rank sends its parts as messages, which are received directly in their places in ``outs``."""
         n, mine = self._size_and_coord(axis)
         rows = [list(out.view(n, -1)) for out in outs]
         for x, row in zip(xs, rows, strict=True):
@@ -59,7 +59,7 @@ class GlooTransport(Transport):
         )
 
     def reduce_scatter_unpacked(self, summands: Sequence[Summand], axis: str, out_dtype: torch.dtype, label: str) -> list[Work]:
-        """Sum by messages. Without ``out`` the sum replaces this rank's part, or has new memory if its dtype is another."""
+        """Sum by messages. Without ``out`` the sum replaces this rank's part of ``x``; in another dtype it gets new memory."""
         n, mine = self._size_and_coord(axis)
         rows, outs = [list(each.x.view(n, -1)) for each in summands], []
         for each, row in zip(summands, rows, strict=True):
@@ -89,7 +89,7 @@ class GlooTransport(Transport):
         return self._exchange_parts("reduce", [parts], [results], mine, self._begin_p2p_call(label, "all_to_all", [x], axis))
 
     def _begin_p2p_call(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> P2PChannel:
-        """Begin a collective of ``xs``, and return the channel for its messages. If one is late, ranks compare ``label``."""
+        """Begin a collective of ``xs``, and return the channel for its messages. If a message is late, ranks compare labels."""
         sizes = "+".join([str(len(x)) for x in xs])
         call = self.comm.watch.begin_call(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
         return self.comm.p2p_channel(self.groups("gather" if op == "all_gather" else "reduce", axis), axis, call)
@@ -180,7 +180,7 @@ class GlooTransport(Transport):
             finisher.submit(lambda: finish(posted.take_result()), outcome)
 
         poster.submit(begin, Outcome())
-        return Work(then=outcome.wait)
+        return Work(finish=outcome.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
         """Return the bytes of scratch: for each other rank a part of the buffer, or two chunks if a part exceeds a chunk."""

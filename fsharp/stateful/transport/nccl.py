@@ -41,7 +41,7 @@ class NcclTransport(Transport):
         return [Work(result=out if target is out else out.copy_(target))]
 
     def all_reduce_unpacked(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """Sum the only summand in the dtype of ``x``: in ``out``, or in ``scratch`` and cast, if ``out`` has another dtype."""
+        """Sum the only summand in the dtype of ``x``: in ``out``, or if ``out`` has another dtype in ``scratch``, then cast."""
         x, out = summands[0].x, summands[0].required_out
         target = out if out.dtype == x.dtype else summands[0].scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
@@ -55,7 +55,7 @@ class NcclTransport(Transport):
         return Work()
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return the bytes of scratch: those of the input for an all_reduce whose ``out`` has another dtype, else 0."""
+        """Return ``numel * itemsize`` for an all_reduce without ``sums_into_out``, as ``out`` cannot hold the sum; else 0."""
         return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:

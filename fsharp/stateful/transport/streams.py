@@ -1,4 +1,4 @@
-"""Lanes: the streams beside compute, for gathers, reductions and host copies. A CPU has no lanes."""
+"""Lanes: the streams beside compute, for gathers, reductions and host copies. On a CPU, lanes do nothing."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +14,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Lanes:
-    """The lanes of one scheduler. On a host without streams no op runs on a lane: the host's own waits order the ops.
+    """The lanes of one scheduler. On a CPU they do nothing: ops run in the caller's thread, or in threads of the transport.
 
     Most memory on a lane belongs to the scheduler and outlives the lane's work. A user may free other memory, such as optimizer
     state, while a lane uses it. :meth:`record_stream` makes the allocator wait for the lane before such memory is reused.
@@ -42,7 +42,7 @@ class Lanes:
     ) -> AbstractContextManager:
         """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key by which later ops wait.
+        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key by which later ops wait for it.
         """
         return _NO_CONTEXT
 
@@ -75,7 +75,7 @@ class Lanes:
         call_when_freed(owner, self._events.pop, number, None)
 
     def release_all_events(self) -> None:
-        """Release all events, so that nothing waits for their ops. These have to be over, or in a captured CUDA graph."""
+        """Release all events, so that nothing waits for their ops. The ops have to be over, or in a captured CUDA graph."""
         self._events.clear()
         self._given.clear()
 

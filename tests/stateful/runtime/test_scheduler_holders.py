@@ -404,12 +404,12 @@ def test_a_collective_that_has_failed_fails_again():
         calls.append(1)
         raise CommError("lost")
 
-    work = Work(then=fail)
+    work = Work(finish=fail)
     for _ in range(2):
         with pytest.raises(CommError, match="lost"):
             work.wait()
     assert len(calls) == 2
-    done = Work(then=lambda: calls.append(1) or 7)
+    done = Work(finish=lambda: calls.append(1) or 7)
     assert [done.wait(), done.wait(), len(calls)] == [7, 7, 3]
 
 

@@ -49,16 +49,16 @@ class Late(BlockingTransport):
     is_async = True
 
     def gather_unpacked(self, *args):
-        return Work(then=lambda: BlockingTransport.gather_unpacked(self, *args))
+        return Work(finish=lambda: BlockingTransport.gather_unpacked(self, *args))
 
     def reduce_scatter_unpacked(self, *args):
-        return [Work(then=lambda: BlockingTransport.reduce_scatter_unpacked(self, *args)[0].wait())]
+        return [Work(finish=lambda: BlockingTransport.reduce_scatter_unpacked(self, *args)[0].wait())]
 
     def all_to_all(self, *args):
-        return Work(then=lambda: BlockingTransport.all_to_all(self, *args))
+        return Work(finish=lambda: BlockingTransport.all_to_all(self, *args))
 
     def all_reduce_unpacked(self, *args):
-        return [Work(then=lambda: BlockingTransport.all_reduce_unpacked(self, *args)[0].wait())]
+        return [Work(finish=lambda: BlockingTransport.all_reduce_unpacked(self, *args)[0].wait())]
 
 
 def late(scheduler):

@@ -122,7 +122,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements as a plain tensor in the part's memory, for reads and writes. Waits for gathers under way."""
+        """This rank's elements as a plain tensor in the part's memory, 1-D if the part is cut. Waits for gathers under way."""
         if (owner := self.owner()) is not None:
             owner.wait_before_write()
         with torch._C.DisableTorchFunctionSubclass():
@@ -168,7 +168,7 @@ class ShardedTensor(torch.Tensor):
     @property
     @api_boundary
     def data(self) -> "ShardedTensor":
-        """This part, detached, in the same memory. The module notices writes to the detached part."""
+        """This part, detached, in the same memory. A write changes both, and the module notices it."""
         return ShardedTensor.from_local(self.local, self)
 
     @data.setter
@@ -193,12 +193,12 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _cut_or_varying_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which ranks have different elements, or different tensors: a reduction runs along these."""
+        """The mesh axes along which ranks have other elements (Shard) or tensors (Varying): a reduction runs along these."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
     def _sharding_key(self) -> tuple[Any, ...]:
-        """A key that is equal for two tensors if each rank holds the same range of their elements."""
+        """A key. If two tensors have equal keys, each rank holds the elements at the same positions of both tensors."""
         if self.is_whole_on_every_rank:
             return self.full_shape, None
         leaf, place, old = self.leaf, self.place, self._original_dtensor_sharding
@@ -296,7 +296,7 @@ class ShardedTensor(torch.Tensor):
 
 
 class ShardedTensorOwner(Protocol):
-    """The methods of a module's ModuleSession that parts call. The session holds the module's state and runs its steps."""
+    """What a ShardedTensor calls: the ModuleSession of its module, which holds the module's state and runs its steps."""
 
     @property
     def paused(self) -> set[str]:
@@ -307,7 +307,7 @@ class ShardedTensorOwner(Protocol):
         """Whether a forward of the module is under way. The code of a unit then sees full parameters, not parts."""
 
     def settings_text_to_compare(self) -> str:
-        """Return all settings so far, for ranks to compare."""
+        """Return, as text, all settings so far that have to be equal on all ranks."""
 
     def comm_outside_steps(self) -> Comm:
         """Return the Comm for collectives between steps. All ranks call this method."""
@@ -322,7 +322,7 @@ class ShardedTensorOwner(Protocol):
         """Return the whole parameter while its unit's backward is under way; else None."""
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
-        """Register ``hook(parameter)``, for the end of each backward that gives the parameter a gradient."""
+        """Register ``hook(parameter)``, to call after each backward pass from which the parameter has a reduced gradient."""
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of a parameter's mean gradient; None if the parameter has no gradient."""
@@ -338,7 +338,7 @@ class ShardedTensorOwner(Protocol):
 
 
 def _is_whole_on_every_rank(unit: UnitLayout, place: MeshPlacement, spec: DTensorSpec | None) -> bool:
-    """Return whether every rank holds the whole tensors of a unit that rests at ``place``."""
+    """Return whether each rank holds whole tensors of a unit that rests at ``place``. ``spec``: of a DTensor, or None."""
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded_axes)
 
 
@@ -401,7 +401,7 @@ def _full_in_backward(x: Any) -> Any:
 
 
 def _reduce_each_tensor(name: str, tensors: Sequence[torch.Tensor], reduction: ReductionFns) -> list[torch.Tensor]:
-    """Return the reduction of each tensor. Parts are also reduced over ranks, by a collective for each axis."""
+    """Return the result of the reduction ``name()`` for each tensor. Parts with the same axes share a collective per axis."""
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
