@@ -25,7 +25,7 @@ from fsharp.functional.moves import gather
 
 
 def encode_params_at_rest(tree: Any, comm: Comm) -> Any:
-    """Return ``tree`` with values as parameters rest: in their group's format, or else in the compute dtype.
+    """Return ``tree`` with values in the form in which parameters rest: in the format of their group, or the compute dtype.
 
     Units stay in their places, and encoded differences stay unchanged. If nothing has to change, the result is ``tree`` itself.
     All ranks call this function.

@@ -179,6 +179,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
     Raises:
         LayoutError: there are fewer devices than ranks, or no device of this process; or ``place`` is not of the strategy.
+        TreeError: in ``place`` a unit is a partial sum, which JAX does not know.
     """
     mesh, _ = _jax_mesh_and_local_devices(layout, devices)
 

@@ -158,7 +158,7 @@ class LocalJaxprRun:
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
 
     def in_stored_form(self, value: Any, leaf: int | None, what: str, at: EquationKey) -> Any:
-        """Return ``value``, a result, in the form in which it is stored: elements of ``leaf``, or an array if it is None.
+        """Return ``value``, a result, as it is stored: this rank's elements of ``leaf``, or an array if ``leaf`` is None.
 
         ``what`` is the result in words. ``at`` is the key of the exchange between ranks that the result may need. Raises
         LayoutError if the result is made of elements of another leaf, and ranks differ in these elements.

@@ -162,7 +162,7 @@ class Dtypes:
         wire: format of gradients in collectives.
         accumulate: dtype of gradients at rest.
         format: format of parameters at rest and in collectives; None means plain ``compute``.
-        wires: pairs ``(axis, format)``: the format of gradients along a mesh axis for which ``Precision.wire`` names one.
+        wires: pairs ``(axis, format)``: the format of gradients along each mesh axis that a mapping ``Precision.wire`` names.
         update: format of differences between main copies and parameters; None if updated parameters travel themselves.
         feedback: whether errors of formats of gradients are added to the next gradients.
     """

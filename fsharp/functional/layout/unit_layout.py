@@ -226,7 +226,7 @@ class UnitLayout:
         return self.groups[group].dtypes.update if travels else None
 
     def update_gather_input_nbytes(self, group: int) -> int:
-        """Return the bytes of a rank's input to the gather of updated parameters: its part of a group, or an encoded change."""
+        """Return the bytes of a rank's input to the gather after an update: its part of a group, or an encoded difference."""
         form = self.update_format(group)
         if form is None:
             return self.gather_input_nbytes(group, self.strategy.optim)
