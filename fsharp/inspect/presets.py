@@ -64,7 +64,7 @@ GPUS = {
 
 
 def assumptions_text(efficiency: float) -> str:
-    """Return a sentence for users with the assumptions of :meth:`Hardware.preset`: numbers that are in no data sheet.
+    """Return a sentence for users with the assumptions of :meth:`~fsharp.inspect.Hardware.preset`: numbers in no data sheet.
 
     ``efficiency``: assumed fraction of the peak FLOP/s.
     """
