@@ -385,7 +385,7 @@ def _add_planes(
     pieces: dict[str, _LeafPieces],
     comm: Comm,
 ) -> None:
-    """Add entries for the planes and scales of a group's leaves, whose parameters are encoded in ``node``."""
+    """Add entries for planes and scales of the leaves of ``group``. ``name``, ``pieces``: a leaf's name and pieces, by path."""
     if node.unit.varying_axes:
         facts = [("axes along which ranks hold different parameters", ", ".join(node.unit.varying_axes))]
         raise TreeError(problem(where, f"planes=True is not for unit {node.unit.display_name}.", facts, "Save without planes."))

@@ -288,7 +288,10 @@ def _agree_on_path(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[s
 
 
 def _refuse_unpaired_main_copies(path: str, like: Any, left_out: Collection[str], wanted: Collection[str]) -> None:
-    """Raise a CheckpointError if the load would take a parameter of a TrainState without its main copy, or the reverse."""
+    """Raise a CheckpointError if the load would take a parameter of a TrainState without its main copy, or the reverse.
+
+    ``wanted``: names of the tensors in ``like``. ``left_out``: those names that the checkpoint lacks.
+    """
     states = leaves_with_both_paths(like, lambda x: isinstance(x, TrainState) or is_node_saved_as_leaf(x)) if left_out else ()
     for prefix in ["".join(f"{key}." for key in keys) for keys, _, state in states if isinstance(state, TrainState)]:
         for main in sorted(name for name in wanted if name.startswith(f"{prefix}main.")):

@@ -335,7 +335,10 @@ def write_shard_files(snapshot: Snapshot, staged: str, comm: Comm, where: str = 
 
 
 def verify_written_file(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
-    """Read back the file that ``record`` describes. CheckpointError if a block differs from its digest."""
+    """Read back the file that ``rank`` has written for save ``save_id`` to the folder ``staged``, as ``record`` describes it.
+
+    Raises CheckpointError if a block differs from its digest.
+    """
     if wrong := ShardFileReader(storage_of(staged), staged, record, rank, save_id).find_damaged_block_starts():
         raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
 

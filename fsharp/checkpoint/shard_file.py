@@ -87,7 +87,7 @@ def check_tensor_names(where: str, names: Collection[str]) -> None:
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return a file's length field and header: of ``tensors``, in order, and with ``with_digests`` of the table of digests."""
+    """Return a file's length field and header, which lists ``tensors`` in order, and with ``with_digests`` a digest table."""
     described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -113,7 +113,7 @@ def header_json_prefix(metadata: Mapping[str, str]) -> bytes:
 
 
 def file_nbytes(tensors: Sequence[StoredTensor], metadata: Mapping[str, str]) -> int:
-    """Return the size of a file that holds these tensors."""
+    """Return the size of a file that holds these tensors, with this metadata in its header."""
     elements = sum(tensor.nbytes for tensor in tensors)
     return len(encode_header(tensors, metadata)) + elements + -(-elements // BLOCK_NBYTES) * _DIGEST_NBYTES
 
@@ -124,7 +124,10 @@ def in_write_order(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def write_file(write: Callable[[memoryview], object], header: bytes, data: Iterator[torch.Tensor]) -> str:
-    """Write a header, the tensors ``data`` in its order, one in memory at a time, and digests. Return the file's digest."""
+    """Write a header, the tensors ``data``, in the header's order, and digests. Return the file's digest.
+
+    One tensor of ``data`` is in memory at a time.
+    """
     table, rest = bytearray(), bytearray()  # digests, and the bytes of the block that is not complete yet
     write(memoryview(header))
     for tensor in data:
@@ -234,7 +237,10 @@ def refuse_repeated_names(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_end(where: str, head: bytes, nbytes: int) -> int:
-    """Return the size of length field and header, from the first 8 bytes ``head`` of a file. CheckpointError if it is wrong."""
+    """Return the size of length field and header of a file of ``nbytes`` bytes. ``head``: the first 8 bytes of the file.
+
+    Raises CheckpointError if there is no room for a header of this size.
+    """
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")

@@ -197,7 +197,7 @@ class StoreStatusBoard:
         return self._query(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def write_if_absent(self, key: str, text: str) -> str:
-        """Write ``text`` if the key has no text. Return the key's text afterwards: ``text``, or the earlier text of a rank."""
+        """Write ``text`` if the key has no text. Return the key's text afterwards: ``text``, or that of an earlier write."""
         return self._query(lambda: bytes(self._store.compare_set(key, "", _storable_text(text))).decode(), text)
 
     def _query(self, query: Callable[[], T], default: T) -> T:

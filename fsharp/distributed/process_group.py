@@ -211,7 +211,8 @@ class ProcessGroupComm:
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate.
 
-        Sums in order of rank are added in ``dtype``. The backend adds in the dtype of ``x``, and the sum is then converted.
+        ``n``: number of ranks along ``axis``. Sums in order of rank are added in ``dtype``. The backend adds in the dtype of
+        ``x``, and the sum is then converted.
         """
         try:
             dtype = dtype or x.dtype
@@ -257,8 +258,8 @@ class ProcessGroupComm:
     ) -> torch.Tensor:
         """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank.
 
-        AgreementError on all ranks if a rank expects what no rank sends. Over gloo ranks compare the sizes for it, except
-        :class:`EqualParts`, in two exchanges of 17 bytes for each rank.
+        ``axis``: None for all ranks of the mesh. AgreementError on all ranks if a rank expects what no rank sends. For this
+        check ranks compare sizes over gloo, in two exchanges of 17 bytes for each rank, unless sizes are :class:`EqualParts`.
         """
         try:
             check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
@@ -282,7 +283,8 @@ class ProcessGroupComm:
     def _check_sizes(self, sizes: torch.Tensor, axis: str | None, text: str) -> None:
         """Raise the error of :func:`check_sizes_of_ranks` on all ranks.
 
-        ``sizes``: ``[2, n]``, the numbers of elements that this rank sends to each rank, and those that it expects.
+        ``sizes``: ``[2, n]``, the numbers of elements that this rank sends to each rank, and expects from each rank. ``text``:
+        label of the collective.
         """
         num = sizes.shape[1]
         differs = bool((self._exchange_rows(sizes.T, axis, f"{text}: sizes").T.flip(0) != sizes).any())
@@ -439,7 +441,7 @@ def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> Proces
 
 
 def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(receiver, sender)`` for each round: the ranks to and from which rank ``mine`` of ``n`` sends and receives."""
+    """Yield ``(receiver, sender)`` for each round of an exchange of ``n`` ranks: rank ``mine`` sends to ``receiver``."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 
@@ -465,7 +467,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return ``label`` with operation and sizes, for ranks to compare first: an unexpected size would end a process in gloo."""
+    """Return ``label`` with operation and sizes. Ranks compare this text first: a wrong size would end a process in gloo."""
     return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {tensor_text(x)}"
 
 

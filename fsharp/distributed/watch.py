@@ -59,7 +59,7 @@ class StatusBoard(Protocol):
         """Return the text of a key; None if the key has no text."""
 
     def write_if_absent(self, key: str, text: str) -> str:
-        """Write ``text`` if the key has no text. Return the key's text afterwards: ``text``, or the earlier text of a rank."""
+        """Write ``text`` if the key has no text. Return the key's text afterwards: ``text``, or that of an earlier write."""
 
 
 class WatchedCall:

@@ -120,7 +120,10 @@ class Simulation:
                 self.spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
 
     def _delay_by_contention(self, since: float, works_s: float) -> float:
-        """Return the seconds in which the host does ``works_s`` seconds of work. Delay the collectives that run then."""
+        """Return how long the host takes for ``works_s`` seconds of work from ``since`` on, beside collectives.
+
+        Delay these collectives, as the host slows them down.
+        """
         host_speed, sending_speed = self.host_speed, self.sending_speed
         busy = max(self.free["gather"], self.free["reduce"], since) - since  # seconds of collectives if the host waited
         if not (works_s and busy) or (host_speed, sending_speed) == (1.0, 1.0):

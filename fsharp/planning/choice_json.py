@@ -19,7 +19,7 @@ from fsharp.planning.plan_step import Use
 
 
 def plan_arguments_to_json(made_by: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return arguments of :func:`~fsharp.plan`, which make ``layout``, as JSON can hold them.
+    """Return ``made_by``, arguments of :func:`~fsharp.plan` that make ``layout``, as JSON can hold them.
 
     A strategy has the placements of each axis, a precision the names of dtypes and formats. A list of pairs is a mapping by
     pattern. A predicate of frozen leaves becomes the paths of these leaves.

@@ -80,7 +80,10 @@ class MicrobatchCosts(NamedTuple):
 def given_costs(
     layout: Layout, order: Sequence[str | Use], activations: Activations | Mapping[str, Activations]
 ) -> MicrobatchCosts:
-    """Return costs with the user's bytes of activations, for the last unit of each use, without FLOPs and seconds."""
+    """Return costs with the user's bytes of activations, without FLOPs and seconds. ``order``: uses of units, in order.
+
+    The bytes of a use are those that ``activations`` has for the last unit of the use.
+    """
     uses = uses_in_order(layout, order)
     units = [unit.name or ROOT for unit in layout.units]
     given: Any = activations

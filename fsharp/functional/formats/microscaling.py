@@ -134,7 +134,10 @@ def codes_of_nonfinite(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def write_nonfinite_(values: torch.Tensor, codes: torch.Tensor, is_nonfinite_block: torch.Tensor) -> None:
-    """Overwrite blocks of ``values`` where ``is_nonfinite_block`` is true by what ``codes`` of codes_of_nonfinite() mean."""
+    """Overwrite the blocks of ``values`` where ``is_nonfinite_block`` is True, by the meaning of ``codes``.
+
+    ``codes``: from :func:`codes_of_nonfinite`.
+    """
     values.masked_fill_(is_nonfinite_block, 0.0).masked_fill_(is_nonfinite_block & (codes == _INFINITY), torch.inf)
     values.masked_fill_(is_nonfinite_block & (codes == _MINUS_INFINITY), -torch.inf)
     values.masked_fill_(is_nonfinite_block & (codes == _NAN), torch.nan)

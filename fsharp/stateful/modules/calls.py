@@ -68,7 +68,7 @@ class ParameterEntries:
                 )
 
     def iter_current_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield, for each entry, its stored path and its present tensor. TreeError if the shape is not that in ``full``."""
+        """Yield, for each entry, its stored path and its present tensor. TreeError for another shape than in ``full``."""
         for i, parameters, name in self._entries:
             path, mine = self.stored[i], local_tensor(parameters.get(name))
             if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
@@ -234,7 +234,7 @@ class SharedCallState:
     def source_of_running_node(self) -> ParameterSource | None:
         """Return the parameters of the ``model.functional()`` call that made the running autograd node; None if no call did.
 
-        Modules that ``torch.utils.checkpoint`` computes again use them. ScheduleError if several threads made such calls.
+        Modules that ``torch.utils.checkpoint`` calls again use these. ScheduleError if several threads made functional calls.
         """
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()

@@ -88,7 +88,7 @@ class ShardedModule(nn.Module):
 
     @disable_compile
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Release all gradients. A forward can still have its backward. ScheduleError in a backward, or for False."""
+        """Release all gradients. A backward of an earlier forward still works. ScheduleError in a backward, or for False."""
         session_of_module(self).step.release_gradients(set_to_none=set_to_none)
 
     def functional(self) -> tuple[Callable[..., Any], Any]:

@@ -87,8 +87,8 @@ class ModuleSession:
     ) -> Any:
         """Call ``fn``, a method of the module at ``path``, with the module's units gathered, and cast inputs and outputs.
 
-        Parameters come from the call around this call, if there is one; else from the forward or step whose checkpoint computes
-        again. Else they are at rest, if gradients are disabled, or all parameters are frozen or paused. Else the step has them.
+        Parameters come from the call around this call. Without such a call they come from the forward or step whose checkpoint
+        computes again. Without a checkpoint they are those at rest if no parameter needs a gradient, and else the step's.
         """
         if self.is_unsharded:
             raise ScheduleError(
@@ -273,7 +273,7 @@ class ModuleSession:
 
     @contextmanager
     def showing_averages(self, averages: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[None]:
-        """In this context parameters have the values of ``averages``, by (name of the unit, group). All ranks enter it."""
+        """In this context parameters have the values of ``averages``, by (name of the unit, group). All ranks do this."""
         state, copies = self.state, units_of(self.state.main_parameters())
         shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
         nodes = units_of((trainable(state.train_state.params), state.train_state.main))

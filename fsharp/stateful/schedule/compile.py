@@ -114,7 +114,7 @@ def place_buffers(unplaced: Sequence[UnplacedOp], program: Program, *, max_nbyte
 
 
 def _move_gradient_opens_earlier(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
-    """Let reductions write directly to gradients at rest, where this needs no larger arena. Return whether any now does."""
+    """Let reductions write directly to gradients at rest, if this needs no larger arena. Return whether one now does so."""
     live = live_nbytes_by_position(items.values())
     bound, position = max(live, default=0), {id(op): i for i, op in enumerate(unplaced)}
     found = False

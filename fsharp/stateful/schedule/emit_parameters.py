@@ -24,7 +24,7 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 class ParameterOps:
     """Emits the ops that gather, wait for and release parameters, and the ops of updates.
 
-    Parameters of uses in ``kept_uses`` stay until their backward has ended.
+    ``kept_uses``: numbers of uses whose parameters stay until the use's backward has ended.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class BufferKind:
         is_opened: whether ``Op.opens`` has the address, and not ``Op.memory``. Such a buffer is live to the step's end.
         source: another buffer, from which an op fills this buffer. If the source is changed, filled or freed, this buffer is
             out of date and counts as empty. An empty text means no source.
-        is_consumed: whether ops of one event fill and read the buffer. Then a step between events can abandon its schedule.
+        is_consumed: whether ops of one event fill and read the buffer. If a step abandons its schedule, the buffer is empty.
     """
 
     description: str

@@ -58,7 +58,7 @@ def plan_residency(
 
 
 def _staying_buckets(events: Sequence[Event], buckets: BucketOfUnit, kept_uses: Collection[int]) -> list[Mapping[Bucket, int]]:
-    """Return, for each event, the buckets that ``kept_uses`` keep resident, each with the number of these uses."""
+    """Return, for each event, the buckets that ``kept_uses`` keep resident, with the number of such uses."""
     ends = {
         event.use_index: i for i, event in enumerate(events) if event.kind == "backward_end" and event.use_index in kept_uses
     }
@@ -131,7 +131,7 @@ def _buckets_of_open_uses(events: Sequence[Event], buckets: BucketOfUnit) -> lis
 
 
 def _upcoming_buckets(events: Sequence[Event], buckets: BucketOfUnit, limit: int) -> list[tuple[Bucket, ...]]:
-    """Return, for each event, the next ``limit`` different buckets that are used after it, before the next update."""
+    """Return, for each event, the next ``limit`` different buckets that are used after the event, before the next update."""
     result: list[tuple[Bucket, ...]] = []
     ahead: tuple[Bucket, ...] = ()
     for event in reversed(events):

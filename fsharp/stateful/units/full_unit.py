@@ -101,7 +101,7 @@ class HandedOutLeaf:
 
     @property
     def version(self) -> int:
-        """Sum of the version counters of the leaf and its inner tensors; -1 if one of them is no longer held."""
+        """Sum of the version counters of the leaf and its inner tensors; -1 if one of these tensors is no longer held."""
         total = 0
         for ref in (self._tensor, *[ref for ref, *_ in self._inner]):
             if (x := ref()) is None:
@@ -168,7 +168,7 @@ class FullUnit:
         unit: the layout.
         flats: for each group the full buffer that functions use, with the sizes of :func:`full_sizes`.
         gathered: for each group the full buffer as gathered; ``flats`` themselves if all formats are plain.
-        planes: by group with a tensor class, the bytes of each plane, in one piece.
+        planes: for each group with a tensor class, the bytes of each plane, in one piece.
     """
 
     __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "gathered", "has_classes", "leaf_table")
@@ -264,8 +264,8 @@ class FullUnit:
     def set_version(self, version: int) -> None:
         """Set the version counter of all handed-out leaves. Autograd refuses leaves that it saved at another version.
 
-        Leaves with a tensor class of their own have no version that autograd checks. So their memory is taken from them and
-        from their aliases. :meth:`give_memory_to_leaves` gives the memory back to leaves of the same version.
+        Leaves with a tensor class of their own have no version that autograd checks. So these leaves and their aliases lose
+        their memory. :meth:`give_memory_to_leaves` gives the memory back to leaves of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
@@ -312,7 +312,7 @@ def sizes_nbytes(sizes: FlatSizes) -> int:
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Return ``(number of elements, dtype)`` of each group as functions read it; 0 elements if it has a tensor class."""
+    """Return ``(number of elements, dtype)`` of each group as functions read it; 0 elements with a tensor class."""
     return [(0 if i in unit.tensor_classes else group.size, group.dtypes.compute) for i, group in enumerate(unit.groups)]
 
 

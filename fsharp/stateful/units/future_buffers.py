@@ -9,7 +9,7 @@ from fsharp.stateful.transport.streams import Lanes
 
 
 class FillOnReadBuffers(LazyBuffers):
-    """Tensors that are filled when ``fill`` returns. The first reader calls ``fill``; later readers only if it raised.
+    """Tensors that are filled when ``fill`` returns. The first reader calls ``fill``; the next one if this call failed.
 
     If gathers on ``lanes`` fill the tensors, each stream that reads the tensors waits for these gathers.
     """

@@ -39,6 +39,8 @@ class OutgoingBlock(NamedTuple):
 class GradientRoute:
     """The collectives of a unit's gradient from a backward to the optimizer's shards, and the sizes of their buffers.
 
+    In methods ``several_uses`` is whether some microbatch has several uses of the unit with gradients.
+
     Args:
         trivial: whether collectives run along axes of one rank too.
 

@@ -37,7 +37,7 @@ class HostDeviceCopies:
             self.copies.append((target, source))
 
     def run_copies(self, lanes: Lanes, op: OpKey) -> None:
-        """Begin all copies on the current lane, as a part of the op with the key ``op``. Later calls copy later additions."""
+        """Begin the copies added since the last call, on the current lane, as a part of the op with the key ``op``."""
         for target, source in self.copies:
             target.copy_(source, non_blocking=True)
             for x in (target, source):
@@ -46,7 +46,7 @@ class HostDeviceCopies:
         self.lanes, self._began = lanes, op
 
     def wait(self) -> None:
-        """Block the host until the copies of :meth:`run_copies` are over. Before that method was called, return at once."""
+        """Block the host until the copies that :meth:`run_copies` has begun are over. If there are none, return at once."""
         if self._began is not None:
             self.lanes.synchronize_op(self._began)
 
@@ -65,7 +65,7 @@ class StateOffload:
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def move_state(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, dict[str, HostDeviceCopies]]:
-        """Return the state ``tree`` in memory of the device, or of the host, and by unit key the copies to run that fill it.
+        """Return the state ``tree`` in memory of the device or host, and by unit key the copies that fill this memory.
 
         Tensors in memory of gradients or ``params``, the present parameters, stay there, as a copy would free no memory.
         """
@@ -97,7 +97,7 @@ class StateOffload:
         return map_units(move_node, tree), moves
 
     def _device_memory_for(self, x: torch.Tensor, *, is_offloaded: bool) -> torch.Tensor:
-        """Return memory on the device for a copy of ``x``; ``x`` itself if it is there already."""
+        """Return memory on the device for a copy of ``x``; ``x`` itself if ``x`` is on the device already."""
         if is_offloaded and self._donate:
             self._spare.setdefault((x.shape, x.dtype), []).append(x)
         is_away = is_offloaded or x.device.type != self._device.type

@@ -48,7 +48,7 @@ class RestingGradient:
         return self._tensors
 
     def trained_leaves(self, table: LeafTable, groups: Sequence[int]) -> LeavesAndPadding:
-        """Return views of the trained leaves of ``table``, and of padding, if buffers are whole. ``groups``: each buffer's."""
+        """Return views of trained leaves, and of padding, where a rank holds whole buffers. ``groups``: each buffer's group."""
         if self._leaves is None:
             self._leaves = table.trained_leaves(dict(zip(groups, self.tensors, strict=True)))
         return self._leaves
@@ -102,7 +102,7 @@ class RestingGradient:
         return not self.is_held_by_caller
 
     def _count_references(self) -> int:
-        """Return torch's count of references to the ``UntypedStorage`` of the views, one for each tensor; 0 without views."""
+        """Return torch's count of references to the ``UntypedStorage`` of the views; each tensor adds one; 0 without."""
         return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property

@@ -157,7 +157,7 @@ class UnitGradient:
         self.block = block
 
     def add_leaf_gradients(self, grads: Grads, block: OutgoingBlock | None, *, is_first: bool) -> None:
-        """Add a use's gradients to ``block``, or overwrite it if ``is_first``. Without a block add to the gradient at rest."""
+        """Add a use's gradients to ``block``; with ``is_first`` overwrite the block. For None add to the gradient at rest."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         given = [grad for grad in grads if grad is not None]
@@ -195,7 +195,7 @@ class UnitGradient:
             (torch._foreach_copy_ if is_first else torch._foreach_add_)(targets, given)
 
     def encode(self, *, is_final: bool) -> None:
-        """Encode the gradient for the reduction of a microbatch, or (``is_final``) for the final one, which takes the result.
+        """Encode the gradient for the next reduction: of a microbatch, or with ``is_final`` to the optimizer's shards.
 
         Encodes groups whose first stage sends a format, and overwrites residuals. ``is_final`` waits for earlier reductions.
         """
@@ -228,7 +228,7 @@ class UnitGradient:
         return inputs
 
     def keep_own_return_others(self, works: list[Work]) -> list[Work]:
-        """Keep the first Works in ``works``, one for each group of this gradient. Return the rest, for other units."""
+        """Keep the first Works in ``works``, one for each group of this gradient. Return all other Works, of other units."""
         count = len(self.route.chains)
         self._works += works[:count]
         return works[count:]
