@@ -48,8 +48,8 @@ class TreeError(FsharpError, TypeError):
 class LossError(FsharpError, TypeError):
     """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no trainable parameter.
 
-    The error is also raised if a batch cannot be split into microbatches or samples. It is also raised if the gradients of a
-    step are not complete, or an earlier error has released them.
+    The error is also raised if a batch cannot be split into microbatches or samples, or if gradients of a step are missing. An
+    earlier error may have released the gradients.
     """
 
 

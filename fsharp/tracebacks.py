@@ -1,8 +1,8 @@
-"""Tracebacks without this library's frames: an error that leaves one of its functions shows the user's code alone.
+"""Tracebacks without this library's frames: an error that leaves a function of this library shows the user's code alone.
 
-A *boundary* is a function of this library that the user or torch calls. An error that leaves it loses the frames of this
-library, and those of torch, optree and the standard library that this library called. Frames of the user's functions that
-this library called stay. As in JAX, each public function is a boundary. A hook becomes one by :func:`call_hiding_frames`.
+A *boundary* is a function of this library that the user or torch calls. An error that leaves a boundary loses the frames of
+this library, and the frames of torch, optree and the standard library below them. Frames of the user's functions stay. As in
+JAX, each public function is a boundary. A hook becomes a boundary by :func:`call_hiding_frames`.
 ``FSHARP_TRACEBACK=full`` in the environment keeps all frames.
 """
 

@@ -1,4 +1,4 @@
-"""The subcommand ``calibrate``, and the file with the measured speeds of a machine that it writes."""
+"""The subcommand ``calibrate``, and the file of measured speeds that this subcommand writes."""
 
 import json
 import math

@@ -74,7 +74,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> l
     Raises:
         OptionError: ``nproc`` or ``restarts`` is too small, or ``restarts`` is set under another launcher.
         OptionError: the function or an argument cannot be pickled.
-        CommError: a process failed, and the others were ended. The message has the first traceback.
+        CommError: a process failed, and the other processes were ended. The message has the first traceback.
 
     Cost: some seconds, as each process imports torch. With ``restarts`` one more process, with torch, waits as a spare.
     """

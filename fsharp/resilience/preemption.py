@@ -36,7 +36,7 @@ class Preemption:
     without an error, and :meth:`should_stop` has not reported the received signal, the signal is raised again in this process.
     After SIGTERM torchrun waits 30 seconds for its processes, and Slurm waits for ``KillWait``. torchrun itself exits with 1,
     whatever the exit codes of its processes. If only some processes get the signal, and restarts are left, torchrun starts all
-    of them again at once. In a forked process these signals have the effect that they had before the context. If a cluster
+    processes again at once. In a forked process these signals have the effect that they had before the context. If a cluster
     signals all processes of a job, let the workers of a ``DataLoader`` ignore signals, by ``worker_init_fn``. Otherwise the
     workers end, and the next batch raises an error before anything is saved.
 

@@ -84,7 +84,7 @@ class Rejoining:
 
         Raises:
             Exception: ``error``, once a new process takes this rank's place (``is_own``).
-            Exception: ``error``, if all ranks stopped by errors of others: a restart would not help.
+            Exception: ``error``, if each rank stopped because of another rank: a restart would not help.
             CommError: ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)

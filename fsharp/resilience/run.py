@@ -65,7 +65,7 @@ class Run:
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
         comm: the ranks. If you have a scheduler, pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
-        total: number of steps of the run, which ends with a save. You can set ``run.total`` before :meth:`end_step`, to the
+        total: number of steps. The run ends with a save. You can set ``run.total`` before :meth:`end_step`, to the
             same value on all ranks. A restart of the run, or of one rank with ``elastic``, sets ``run.total`` to this argument
             again.
         save_every: number of steps between two checkpoints.
@@ -81,8 +81,8 @@ class Run:
             continues with another config, the log lists the changes.
         files: source files that have to be equal on all ranks.
         on_nonfinite: what to do after a step whose loss or gradients hold an infinity or NaN: see :meth:`end_step`.
-        max_nonfinite: largest number of steps that may be left out: for ``"skip"`` the steps in a row count, for ``"roll
-            back"`` all steps of the run.
+        max_nonfinite: largest number of steps that may be left out. For ``"skip"`` this is a number of steps in a row, for
+            ``"roll back"`` of all such steps of the run.
         save_nonfinite: save trees whose tensors hold an infinity or NaN. If False, saving such a tree raises NonFiniteError.
         signals: signals after which the run saves and exits.
         agree_every: number of steps between two exchanges of signals. Times of steps are exchanged a tenth as often.
@@ -356,9 +356,8 @@ class Run:
         Args:
             tree: the tree after the step, with the leaves of the tree that was passed to :meth:`resume`.
             nonfinite: the result of :func:`find_nonfinite`; None if all was finite. With a result other than None, pass the
-                tree from before the step. ``on_nonfinite`` of the run says what follows: ``"raise"`` raises NonFiniteError,
-                ``"skip"`` continues with ``tree``, ``"roll back"`` continues from the last checkpoint and later leaves this
-                step out.
+                tree from before the step. ``on_nonfinite`` of the run decides: ``"raise"`` raises NonFiniteError; ``"skip"``
+                continues with ``tree``; ``"roll back"`` continues from the last checkpoint, and then leaves this step out.
 
         Raises:
             RunError: no step is under way, or the tree is saved and its leaves differ from those at :meth:`resume`.
@@ -407,7 +406,7 @@ class Run:
         Raises:
             RunError: before :meth:`resume`.
             OptionError: ``values`` is not a dict, or a name is one that the run records.
-            OptionError: a logger cannot record a value. Rank 0 raises, which ends the run.
+            OptionError: a logger cannot record a value. Rank 0 raises the error, and the run ends.
 
         Cost: reading a tensor waits for its device. Nothing is sent.
         """

@@ -63,7 +63,7 @@ class RunCheckpoints:
         self._kinds = dict(leaf_type_texts(tree))
 
     def check_same_leaves(self, tree: Any) -> None:
-        """Raise a RunError, on all ranks, if a rank's tree has other leaves than recorded: no restart could load it."""
+        """Raise a RunError, on all ranks, if the tree of a rank has other leaves than recorded: no restart could load it."""
         check_on_all_ranks("Run", self._comm, lambda: self._check_leaves_unchanged(tree))
 
     def _check_leaves_unchanged(self, tree: Any) -> None:
@@ -117,9 +117,9 @@ class RunCheckpoints:
         return bool(texts[0])
 
     def load_newest_from(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
-        """Load the newest undamaged checkpoint of the folder ``root`` into a tree like ``like``, whose tensors are overwritten.
+        """Load the newest undamaged checkpoint of the folder ``root``. Return the checkpoint, and a tree like ``like``.
 
-        For the run's own folder, saves in memory of hosts count as well. Return the checkpoint and the tree.
+        The tensors of ``like`` are overwritten. For the run's own folder, saves in memory of hosts count as well.
         """
         self.has_values = True
         if self.replicas is not None and root == self.root:

@@ -23,7 +23,7 @@ class TimesByRank(NamedTuple):
 
     Attributes:
         step: the number of finished steps, which ranks passed to :meth:`StragglerDetector.end_step`.
-        own_s: for each rank, the median over the last steps of the seconds in which it did not wait for other ranks.
+        own_s: for each rank, the median over the last steps of the seconds in which the rank did not wait.
         error_s: for each rank, the standard error of this median.
     """
 

@@ -47,7 +47,7 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
     Args:
         mesh: the ranks.
         fn: function that each rank calls.
-        timeout: seconds after which all processes are killed. Once a process has failed, the others get at most 10 seconds.
+        timeout: seconds after which all processes are killed. Once a process has failed, the other ones get at most 10 seconds.
 
     Raises:
         CommError: a process failed, ended before ``fn`` returned, or did not end in time. All processes have ended by then. The

@@ -169,7 +169,7 @@ class RaceReport:
         return [UnneededWait(why, why in implied, times) for why, times in unneeded]
 
     def implied_waits(self) -> set[str]:
-        """Return the texts of waits that never added an order, as earlier waits of the lane had waited for the same work."""
+        """Return the texts of waits that never added an order: earlier waits of the lane had waited for the same work."""
         useful = {str(self.log[i]) for i in self._verdict.useful_waits}
         return set(self.waits) - useful
 

@@ -126,7 +126,7 @@ def error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_own_failure(error: BaseException) -> bool:
-    """Return whether ``error`` began on this rank; False if all ranks found it together, or another rank reported it."""
+    """Return whether ``error`` began on this rank. False if all ranks found it together, or if another rank reported it."""
     found = [each for each in error_chain(error) if isinstance(each, CommError | AgreementError)]
     return not found or any(isinstance(each, AgreementError) and each.is_own for each in found)
 

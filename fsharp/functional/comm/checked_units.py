@@ -32,7 +32,7 @@ def checked_units_of(where: str, tree: Any, comm: Comm) -> list[Sharded]:
 
 
 def check_not_main_copies(where: str, nodes: Iterable[Sharded]) -> None:
-    """Raise a TreeError if :func:`~fsharp.shard` has made a node as main copies: functions compute with parameters."""
+    """Raise a TreeError if a node holds main copies, as :func:`~fsharp.shard` makes them: functions compute with parameters."""
     for node in nodes:
         if node.is_main_copy:
             dtypes = next(d for g in node.groups if (d := node.unit.groups[g].dtypes).has_main_copy)

@@ -31,10 +31,10 @@ class _Collective:
 
     Attributes:
         call: the method of the Comm, such as ``Comm.all_gather``.
-        primitive: the function of this module that makes this collective; vmap calls it again, with one more dim.
+        primitive: the function of this module that makes this collective; vmap calls this function again, with one more dim.
         transpose: the function of this module that is the transpose of ``primitive``, for the backward.
         to_argument: function from the tensor, ``[..., c]``, to the argument of ``call``.
-        from_result: function from the result of ``call`` to the tensor that is returned; None if they are the same.
+        from_result: function from the result of ``call`` to the tensor that is returned; None if the two are the same.
         jvp: the function of this module for tangents; None means ``primitive``.
     """
 
@@ -167,8 +167,8 @@ def reduce_scatter_encoded(
         axis: the mesh axis along which to sum.
         wire: the format in which summands travel.
         facts: function that returns facts for the message of a FormatError.
-        residual_and_noise: the residual, errors of earlier encodings, which is added to a 1-D ``x`` and then overwritten; and a
-            function that returns random numbers.
+        residual_and_noise: the residual (errors of earlier encodings), which is added to a 1-D ``x`` and then overwritten;
+            and a function that returns random numbers.
         padding: slices of the last dim of the result that are set to zero.
         label: what the call is for.
 

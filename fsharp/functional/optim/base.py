@@ -51,8 +51,8 @@ class Transform:
             parameters, for optimizers with a fused kernel. With ``donate`` the function may overwrite its arguments. If
             ``apply`` is None, the updates that ``update`` returns are added to the parameters.
         name: name of the transformation. :func:`~fsharp.update` refuses state of another name; an empty name takes any state.
-        extra_arg_names: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss; others are
-            refused. If None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper
+        extra_arg_names: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss. Other names
+            are refused. If None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper
             with ``**extra`` passes the ``extra_arg_names`` of its inner transformation.
     """
 
@@ -90,7 +90,7 @@ class Transform:
 
 
 def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the extra arguments that ``functions`` take; None if one of them takes any name."""
+    """Return the names of the extra arguments that ``functions`` take; None if a function takes any name."""
     names = set[str]()
     for fn in functions:
         parameters = inspect.signature(fn).parameters.values()
@@ -101,7 +101,7 @@ def _extra_arguments_of(*functions: Callable[..., Any]) -> frozenset[str] | None
 
 
 def known_extra_arguments(*transforms: Transform) -> frozenset[str] | None:
-    """Return the names of the extra arguments that any of ``transforms`` uses; None if one of them takes any name."""
+    """Return the names of the extra arguments that any of ``transforms`` uses; None if a transformation takes any name."""
     known = [tx.extra_arg_names for tx in transforms if tx.extra_arg_names is not None]
     return frozenset[str]().union(*known) if len(known) == len(transforms) else None
 
@@ -267,7 +267,7 @@ InnerUpdate = Callable[[Transform, Any, Any, Any], tuple[Any, Any]]
 def wrapper_update_and_apply(
     step: Callable[[InnerUpdate, Any, Any, Any, Comm, bool | None], Any],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions ``update`` and ``apply`` of a transformation that wraps others. Both call the function ``step``.
+    """Return the functions ``update`` and ``apply`` of a wrapper of transformations. Both call the function ``step``.
 
     ``step(inner, grads, state, params, comm, donate)`` returns ``(updates, state)`` if ``donate`` is None, as in a call of
     ``update``. Otherwise ``step`` returns ``(new parameters, state)``. To run a wrapped transformation ``tx``, ``step`` calls
@@ -293,12 +293,12 @@ def apply_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
 
 @api_boundary
 def chain(*transforms: Any) -> Transform:
-    """Return a transformation that runs ``transforms`` in order: the gradients of each are the updates of the one before.
+    """Return a transformation that runs ``transforms`` in order: each gets the updates of the previous one as gradients.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
 
-    Raises TreeError for no transformation at all.
+    Raises TreeError if there is no transformation.
     """
     txs = tuple(map(as_transform, transforms))
     if not txs:
@@ -324,7 +324,7 @@ def chain(*transforms: Any) -> Transform:
 
 
 def wrapper_name(outer: str, *inner: str) -> str:
-    """Return the name of a wrapper ``outer`` of the transformations ``inner``; empty if one of them has no name."""
+    """Return the name of a wrapper ``outer`` of the transformations ``inner``; empty if an inner one has no name."""
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
@@ -395,7 +395,7 @@ def _mismatched_properties(grads: Sharded, params: Sharded) -> Iterator[tuple[st
 
 
 def check_reduced(where: str, grads: Sharded) -> None:
-    """Raise a TreeError if ``grads`` are gradients with respect to gathered parameters, which are not summed over ranks."""
+    """Raise a TreeError if ``grads`` are gradients of gathered parameters: such gradients are not summed over ranks."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.unit.display_name} is this rank's summand, as it is with respect to "

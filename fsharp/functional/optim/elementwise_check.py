@@ -41,7 +41,7 @@ def with_elementwise_check(inner: Any, *, steps: int = 1) -> Transform:
     >>> tx = fs.optim.with_elementwise_check((init, update), steps=2)
 
     Args:
-        inner: the pair. A :class:`Transform` is an error, as it knows the ranks already.
+        inner: the pair; not a :class:`Transform`, which knows the ranks already.
         steps: number of updates to compare.
 
     Raises:

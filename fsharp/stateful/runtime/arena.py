@@ -15,7 +15,7 @@ from fsharp.stateful.units.unsharded_buffer import buffers_stamp
 
 
 class Arena:
-    """The memory that all schedules of a scheduler share. ``schedule``: the one that owns the memory now, or None."""
+    """The memory that all schedules of a scheduler share. ``schedule``: the schedule that owns the memory now, or None."""
 
     def __init__(self, executor: Executor, registry: UnitRegistry, policy: SchedulePolicy) -> None:
         self._executor, self._registry, self._policy = executor, registry, policy
@@ -69,7 +69,7 @@ class Arena:
         self.schedule = None
 
     def abandon_gathers(self) -> None:
-        """Abandon the gathers under way into the arena, as they may never end."""
+        """Abandon the gathers under way into the arena: after an error they may never end."""
         if self.schedule is not None:
             for unsharded in self.schedule.unsharded_by_unit.values():
                 unsharded.abandon_gathers()

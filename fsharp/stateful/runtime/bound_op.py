@@ -27,7 +27,7 @@ class BoundOp:
     Attributes:
         key: key under which lanes record the end of the op.
         after: keys of the ops on other lanes for which this op waits. The first op of a bucket also waits for the ops in
-            ``after`` of the others.
+            ``after`` of the other members.
         unsharded: the buffer of the unit's full parameters.
         block: the memory in which the unit's gradient is collected, and from which the gradient is sent.
         final_reduction_block: memory for the reduction to the optimizer's shards.

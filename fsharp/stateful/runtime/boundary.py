@@ -152,7 +152,7 @@ class UnitUse:
         return leaves or []
 
     def make_gradient_allocator(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that allocates memory for a gradient of a leaf, which a module then writes by itself.
+        """Return a function that allocates memory for a gradient of a leaf, for a module that writes gradients by itself.
 
         The function keeps the leaf alive, as a module may hold the leaf by a weak reference. The leaf's memory may be released.
         """

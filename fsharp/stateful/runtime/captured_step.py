@@ -35,7 +35,7 @@ class CapturedStep:
 
     Raises:
         ScheduleError: the device is not a CUDA device, or the policy has ``gather_at_start`` or ``offload``.
-        ScheduleError: the optimizer state has a Python number or a format rounds randomly, which a graph would repeat.
+        ScheduleError: the optimizer state has a Python number, or a format rounds randomly: a graph would repeat both.
         ScheduleError: ``warmup`` is below 2, or the step does not update its state in place.
     """
 

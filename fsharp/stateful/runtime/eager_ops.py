@@ -268,7 +268,7 @@ class EagerOps:
         return self._addresses[buffer, unit.key]
 
     def _assumed_facts(self, unit: UnitState, *, trained: bool = True, updated: bool = True) -> UnitFacts:
-        """Return a unit's facts for several uses and microbatches, whose numbers are known only when the step ends."""
+        """Return a unit's facts for several uses and several microbatches: these numbers are known only after the step."""
         return unit.facts(trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def as_schedule(

@@ -187,7 +187,7 @@ class ScheduledEngine(Engine):
         )
 
     def begin_state_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
-        """Return ``state``, a pair ``(main, opt)``, on the device. With ``offload`` begin to copy it there from host memory."""
+        """Return ``state``, a pair ``(main, opt)``, on the device. With ``offload`` begin to copy it from host memory."""
         self._offload = None
         if not self.steps.policy.offload:
             return state

@@ -213,7 +213,7 @@ class FunctionRecords:
         return record
 
     def record_last_called(self, record: FunctionRecord) -> None:
-        """Record a call of the function of ``record``, as the one that follows the last recorded call of any function."""
+        """Record a call of the function of ``record``, also as the next call in the record of the function called before."""
         self._calls[record.name.partition(" (")[0]] += 1
         if (last := self._last()) is not None:
             last.record_next_called(record)

@@ -114,7 +114,7 @@ class ScheduleHandle:
 
     @api_boundary
     def last_unscheduled_ops(self) -> Schedule:
-        """Return the ops of the last call with collectives, to print. ScheduleError if it had a schedule, or none was made."""
+        """Return the ops of the last call with collectives, to print. ScheduleError if it had a schedule, or is missing."""
         if self.record.emitted is None:
             raise ScheduleError("there is no call, or the last call had a schedule: read `schedule` instead.")
         return self.record.emitted()

@@ -258,7 +258,7 @@ class Step:
         """Begin new gradients of ``units``, in the schedule's memory.
 
         ``final_sum_in_place``: whether sums over ranks may overwrite the new gradients, which nobody will read. If old
-        gradients of ``units`` are still being reduced, the schedule is abandoned, which ends the reductions.
+        gradients of ``units`` are still being reduced, the schedule is abandoned, and the reductions end.
         """
         if {unit.key for unit in units} & {key for key, _ in self.executor.reducing}:
             self.abandon_schedule()
@@ -268,7 +268,7 @@ class Step:
         self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def begin_unscheduled_reduction(self) -> None:
-        """Record the event of a reduction outside of the schedule, which all ranks make now."""
+        """Record a reduction outside of the schedule as an event. All ranks make this reduction now."""
         self._end_passed_backwards(None)
         self._run_event("move")
 

@@ -33,7 +33,7 @@ class Work:
         self._finish, self._result, self._lock = finish, result, Lock()
 
     def wait(self) -> Any:
-        """Block until the collective is done. Return ``result``, else that of ``finish()``. If it raises, each call does."""
+        """Block until the collective is done. Return ``result``, or what ``finish()`` returned. Each call raises its error."""
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:

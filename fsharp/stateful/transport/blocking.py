@@ -1,4 +1,4 @@
-"""BlockingTransport: collectives over any Comm, which are done when the call returns."""
+"""BlockingTransport: collectives over any Comm. A collective is done when its call returns."""
 
 from collections.abc import Sequence
 

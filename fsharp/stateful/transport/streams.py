@@ -71,7 +71,7 @@ class Lanes:
             x.record_stream(torch.accelerator.current_stream(self.device))
 
     def release_events_on_gc(self, owner: Any, number: int) -> None:
-        """Release the events of ops whose keys begin with ``number`` once ``owner``, which issues them, has been collected."""
+        """Release the events of ops whose keys begin with ``number`` once ``owner``, their issuer, has been collected."""
         call_when_freed(owner, self._events.pop, number, None)
 
     def release_all_events(self) -> None:

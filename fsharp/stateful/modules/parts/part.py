@@ -117,7 +117,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def flat_range(self) -> tuple[int, int]:
-        """Range ``(first, last)``: this rank holds ``whole.flatten()[first:last]``; ``(0, 0)`` if it holds no element."""
+        """Range ``(first, last)``: this rank holds ``whole.flatten()[first:last]``; ``(0, 0)`` without elements."""
         return self.unit.leaf_range_on_rank(self.leaf, self.place, self.rank)
 
     @property
