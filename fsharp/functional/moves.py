@@ -74,8 +74,8 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Raises:
         TreeError: the tree has no unit, or a unit or ``to`` is a partial sum.
         TreeError: the call is under ``torch.func.linearize``.
-        TreeError: in a loss, encoded parameters would get no gradient. There they can be gathered only if the loss function got
-            them as parameters, and only to ``"full"``.
+        TreeError: in a loss, encoded parameters would get no gradient. In a loss gather encoded parameters only to ``"full"``,
+            and only parameters that the loss function was given.
         LayoutError: ``to`` is not a place of a unit's strategy.
         MeshError: ``comm`` is on another mesh than the tree.
 

@@ -53,7 +53,7 @@ def train_step(
         donate: allow the step to overwrite the memory of ``state``. The caller must not use ``state`` afterwards, nor tensors
             that share its memory.
 
-    Raises the errors of these four functions.
+    Raises the errors of ``value_and_grad``, ``reduce_scatter``, ``average`` and ``update``.
     """
     tx = as_transform(tx)
     settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_text_to_compare(tx))})"

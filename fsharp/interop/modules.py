@@ -32,7 +32,7 @@ def make_functional(model: Any, variables: Any = None) -> tuple[Callable[..., An
         ``(fn, params)``. ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
         functions, with gradients for ``params`` and tensors in ``args``. ``params`` are the parameters with the names of
         :func:`to_tensors`: for NNX the variables of type ``Param``, for Linen all collections, ``{"params": ...,
-        "batch_stats": ...}``. :func:`to_arrays` turns them into arrays again. Integers in collections of Linen keep their
+        "batch_stats": ...}``. :func:`to_arrays` turns ``params`` into arrays again. Integers in collections of Linen keep their
         values in ``variables``, unless ``params`` has tensors for them, as a call with ``mutable=`` returns them.
 
         Keywords of a Linen module are those of ``model.apply``. ``mutable=["batch_stats"]`` makes ``fn`` return ``(out,

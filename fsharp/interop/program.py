@@ -349,7 +349,7 @@ def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any
     """Trace ``fn``, a function of optax, with ``args``. Return its jaxpr, and the shapes and dtypes of its results.
 
     If ``fn`` raises an error, raise a TreeError. After a TypeError or ValueError its message ends with the text ``remedy``.
-    After any other error it has the text of ``refused()``, which names the leaves for which ``fn`` fails.
+    After any other error the message has the text of ``refused()``, which names the leaves for which ``fn`` fails.
     """
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)

@@ -68,7 +68,7 @@ def write_converted(
     objects: Mapping[str, Any] | None = None,
     encoded: Mapping[str, EncodedLeaf] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint under ``root`` from the tensors and the values of another library's checkpoint, and return it.
+    """Write a new checkpoint under ``root`` from tensors and values of another library's checkpoint. Return the new one.
 
     ``read`` yields the elements of the given tensors, one tensor after another. ``config`` is a result of ``checked_config()``.
     ``objects``, ``encoded``: attributes of the new :class:`~fsharp.checkpoint.manifest.Manifest`.

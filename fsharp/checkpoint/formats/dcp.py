@@ -75,7 +75,8 @@ def to_dcp(
 
     Raises:
         CheckpointError: the folder is not empty or a URL, or the checkpoint is damaged.
-        CheckpointError: there is no tensor to write, two have one name, or one was saved with ``planes=True``. No file is left.
+        CheckpointError: there is no tensor to write, two tensors get one name, or a tensor was saved with ``planes=True``. No
+            file is left.
 
     Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row if
     a row is larger. The headers and digests of all files are 0.2 % of the checkpoint.

@@ -52,7 +52,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 
 def _index_and_file_names(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the names of indices and of files with tensors: those of safetensors if there are any, else of ``torch.save``."""
+    """Return ``(indices, files)``: the names of index and tensor files of safetensors; if there are none, of ``torch.save``."""
     for file, index in zip(_FILE_PATTERNS, _INDEX_SUFFIXES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
         if any(found):

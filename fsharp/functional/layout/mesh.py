@@ -97,7 +97,7 @@ class Mesh:
         return result
 
     def index_along(self, axes: Iterable[str], rank: int) -> int:
-        """Return the index of ``rank`` in the grid of ``axes`` alone, in the order given; the last of them varies fastest."""
+        """Return the index of ``rank`` in the grid of ``axes`` alone, in the order given; the last axis varies fastest."""
         index = 0
         for axis in axes:
             index = index * self.axis_size(axis) + self.coord(axis, rank)

@@ -51,7 +51,7 @@ class RowsAtom:
             raise LayoutError(f"RowsAtom(): n is {self.n!r}, expected an integer of at least 1.")
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return the number of elements in one atom of a leaf of this shape: in ``n`` rows, or in all rows if it has fewer."""
+        """Return the number of elements in one atom of a leaf of this shape: in ``n`` rows, or in all if the leaf has fewer."""
         return min(self.n, shape[0] or 1) * math.prod(shape[1:]) if shape else 1
 
     def __str__(self) -> str:

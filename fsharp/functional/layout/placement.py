@@ -130,7 +130,7 @@ class MeshPlacement:
 
     @property
     def cotangent_place(self) -> "MeshPlacement":
-        """The place of the cotangent of a tensor in this place: ``Replicate`` and ``Partial`` are swapped, others stay.
+        """The place of the cotangent of a tensor in this place: ``Replicate`` and ``Partial`` are swapped.
 
         All ranks use a replicated value, so each rank holds a summand of the value's gradient. The summands of a partial value
         make one sum, and all ranks share the gradient of this sum.
@@ -249,7 +249,7 @@ def _same_rule_on_axes(name: str, axes: tuple[str, ...], rule: AxisRule) -> Stra
 def ddp(*axes: str) -> Strategy:
     """Return the strategy of DDP: all state is replicated, and gradients are all-reduced once a step.
 
-    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
+    ``axes``: names of all axes of the mesh. StrategyError if there is no name, or a name repeats.
     Source: PyTorch DDP, arXiv 2006.15704.
     """
     return _same_rule_on_axes("ddp", axes, AxisRule(Replicate, Partial, Replicate))
@@ -259,7 +259,7 @@ def ddp(*axes: str) -> Strategy:
 def zero1(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-1: optimizer state is sharded, parameters and gradients are not.
 
-    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
+    ``axes``: names of all axes of the mesh. StrategyError if there is no name, or a name repeats.
     Source: ZeRO, arXiv 1910.02054, stage 1.
     """
     return _same_rule_on_axes("zero1", axes, AxisRule(Replicate, Partial, Shard))
@@ -269,7 +269,7 @@ def zero1(*axes: str) -> Strategy:
 def zero2(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-2: optimizer state and gradients are sharded, parameters are replicated.
 
-    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
+    ``axes``: names of all axes of the mesh. StrategyError if there is no name, or a name repeats.
     Source: ZeRO, arXiv 1910.02054, stage 2.
     """
     return _same_rule_on_axes("zero2", axes, AxisRule(Replicate, Shard, Shard))
@@ -279,7 +279,7 @@ def zero2(*axes: str) -> Strategy:
 def zero3(*axes: str) -> Strategy:
     """Return the strategy of ZeRO-3 and FSDP: parameters, gradients and optimizer state are sharded. The usual choice.
 
-    ``axes``: names of all axes of the mesh. StrategyError if there is none, or one repeats.
+    ``axes``: names of all axes of the mesh. StrategyError if there is no name, or a name repeats.
     Source: ZeRO, arXiv 1910.02054, stage 3.
     """
     return _same_rule_on_axes("zero3", axes, AxisRule(Shard, Shard, Shard))

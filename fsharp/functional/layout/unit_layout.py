@@ -257,7 +257,7 @@ class UnitLayout:
     def error_facts(self, group: int, axis: str = "") -> list[tuple[str, object]]:
         """Return facts for the errors of encoding and decoding a group: unit, leaves, and what is encoded.
 
-        With ``axis`` these are gradients that travel along the axis, else parameters.
+        With ``axis`` gradients are encoded, which travel along the axis; else parameters.
         """
         leaves = first_few([self.path_in_tree(leaf) for leaf in self.leaves_of_group(group)])
         over = ("parameters", f"over axes {first_few(self.strategy.optim.axis_order)}")
@@ -330,7 +330,7 @@ def leaf_spans_in_run(unit: UnitLayout, group: int, start: int, size: int, rank:
     """Yield ``(begin, end, path, first)`` for each leaf in a run of a group's buffer.
 
     The leaf's elements are ``begin`` to ``end`` of the run. ``first`` is the index of element ``begin`` in the whole leaf. If
-    the unit varies along axes, it is the index in the leaves of all ranks, one after another.
+    the unit varies along axes, ``first`` is the index in the leaves of all ranks, one after another.
     """
     before = unit.mesh.index_along(unit.varying_axes, rank)
     for leaf, begin, end, first, _ in unit.spans_in_run(group, start, size):

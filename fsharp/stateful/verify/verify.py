@@ -21,7 +21,7 @@ from fsharp.type_checks import options_checked
 def verify(schedule: Schedule) -> None:
     """Check that a schedule does all that its program (``schedule.program``) asks, and never overwrites memory in use.
 
-    An op happens before another op if it is earlier on its stream, or if a chain of ``after`` orders the two. The order of
+    An op happens before a later op on the same stream, and before an op that a chain of ``after`` orders after it. The order of
     issue does not count. At the start of a step the previous step is over, except for the gathers after its last update.
 
     Raises:

@@ -41,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of a ShardedModule's parameters, with state that is sharded by the module's strategy.
 
     Learning rate schedulers and trainers can use it as a ``torch.optim.Optimizer``: ``param_groups`` hold the module's
-    parameters, and options set there take effect. For an ``(init, update)`` pair, reading or setting an option there raises.
+    parameters, and options set there take effect. With an ``(init, update)`` pair, options there raise a TreeError.
 
     An optimizer class is tried on small random tensors first, to find out which inputs an update depends on:
 

@@ -62,7 +62,7 @@ def fill_in_missing_states(states: StatesByPath, parameters: Mapping[str, Sharde
 
     All ranks call this. For a parameter without elements here, elementwise state is an empty ShardedTensor. All other state is
     copied from a rank that has the state. Ranks with different parameters, such as experts, keep their own states.
-    Raises TreeError for a state that is no tensor, number, string or None; AgreementError if ranks keep different kinds of it.
+    Raises TreeError for a state that is no tensor, number, string or None; AgreementError if kinds differ between ranks.
     """
 
     def described() -> str:
