@@ -95,7 +95,7 @@ class BackgroundSaver:
         return self._under_way is not None and not self._under_way.is_done()
 
     def failure(self, within_s: float) -> BaseException | None:
-        """Wait at most ``within_s`` seconds for the end of the save under way. Return its error; None if it has none so far."""
+        """Wait at most ``within_s`` seconds for the end of the save under way. Return the save's error; None without one."""
         return self._under_way.error if self._under_way is not None and self._under_way.is_done(within_s) else None
 
     @api_boundary

@@ -103,7 +103,7 @@ class LocalStorage:
     """
 
     def list_names(self, folder: str) -> list[str]:
-        """Return the sorted names in ``folder``; none if there is no such folder. CheckpointError if it cannot be read."""
+        """Return the sorted names in ``folder``; none without such a folder. CheckpointError for an unreadable folder."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):

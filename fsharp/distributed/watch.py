@@ -176,7 +176,7 @@ class StatusExchange:
         return time.monotonic() - self._heard_s.get(rank, -_STATUS_EXPIRES_AFTER_S) < _STATUS_EXPIRES_AFTER_S
 
     def write_last_status(self, error: BaseException | None) -> None:
-        """Write this rank's last status as it leaves the job, with ``error`` or normally, for ranks that wait for it later."""
+        """Write the last status of this rank, which leaves the job with ``error`` or normally. Ranks that wait read it."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{traceback_text(error)[-_MAX_TRACEBACK_CHARACTERS:]}"

@@ -208,8 +208,8 @@ def memory_traffic_nbytes(ops: Sequence[Op], facts: Mapping[str, UnitFacts]) -> 
     """Return the bytes of memory that ops read or write, as far as schedules know them.
 
     - An op that fills the outgoing gradient counts the unit's gradient, if its size is known.
-    - An op that adds to the gradient at rest counts this gradient; if that is not in the arena, the bytes of its reduction.
-    - Any other op counts its memory in the arena. An op without such memory counts its inputs; if it has none, its output.
+    - An op that adds to the gradient at rest counts this gradient; if this is not in the arena, the bytes of the reduction.
+    - Any other op counts its memory in the arena. An op without such memory counts its inputs; without inputs, its output.
     """
     total = 0
     for op in ops:
@@ -293,7 +293,7 @@ class IntervalUnion:
         return self.length_before(stop) - self.length_before(start)
 
     def seconds_at_full_speed(self, span: TimeSpan | Interval, speed: float) -> float:
-        """Return seconds of the work in ``span`` at full speed. In the union it ran at ``speed``, a fraction of full speed."""
+        """Return the seconds of the work in ``span`` at full speed. In the union the work ran at the fraction ``speed``."""
         start, stop = (span.start_s, span.stop_s) if isinstance(span, TimeSpan) else span
         return stop - start - (1 - speed) * self.length_between(start, stop)
 

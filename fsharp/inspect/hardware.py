@@ -158,7 +158,7 @@ class Hardware:
 
         Returns:
             The hardware. ``update_s`` is the time to update all parameters on one rank, as :func:`~fsharp.tune` expects.
-            :func:`predict` takes it as it is. So if a rank updates an eighth of the parameters, pass :func:`predict`
+            :func:`predict` takes ``update_s`` as it is. So if a rank updates an eighth of the parameters, pass :func:`predict`
             ``replace(hardware, update_s=hardware.update_s / 8)``.
 
         Raises:
@@ -257,7 +257,7 @@ class Hardware:
         return replace(fitted, **own)
 
     def _with_slower_links(self, factor: float) -> "Hardware":
-        """Return this hardware with collectives that take ``factor`` times as long, and so the casts that gloo does in them."""
+        """Return this hardware with slower links: collectives, and gloo's casts in them, take ``factor`` times as long."""
         latency, bandwidth = scaled_by_link(self.latency, factor), scaled_by_link(self.bandwidth, 1 / factor)
         return replace(self, latency=latency, bandwidth=bandwidth, cast_bandwidth=self.cast_bandwidth / factor)
 

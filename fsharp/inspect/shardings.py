@@ -271,7 +271,7 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
         columns. The ``spec`` of a leaf is None if ranks hold runs of elements that no ``P(...)`` describes.
 
     Raises:
-        LayoutError: ``layout`` is not a Layout, or the place is unknown. ``[path]`` raises it if there is no such leaf.
+        LayoutError: ``layout`` is not a Layout, or the place is unknown. ``[path]`` raises a LayoutError without such a leaf.
 
     Cost: time grows with the number of leaves; for texts also with the number of ranks.
     """

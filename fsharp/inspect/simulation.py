@@ -36,7 +36,7 @@ class OpsCost(NamedTuple):
         positions: positions of the ops.
         seconds: seconds of the ops on their stream, if no other stream works.
         latency_s: the part of ``seconds`` that may pass before earlier collectives have ended.
-        issue_s: seconds that the host takes to issue the collective, not in ``seconds``. Ops that do not send ignore it.
+        issue_s: seconds that the host takes to issue the collective, not in ``seconds``. Without effect for other ops.
     """
 
     positions: Sequence[int]

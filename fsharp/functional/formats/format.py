@@ -343,7 +343,7 @@ class Format:
         return total
 
     def _call_codec(self, name: str, fn: Callable[[], T], facts: MessageFacts) -> T:
-        """Return ``fn()``, a call of the codec function ``name``. Raise its errors, except FsharpErrors, as a FormatError."""
+        """Return ``fn()``, which calls the codec function ``name``. An error becomes a FormatError, unless an FsharpError."""
         try:
             return fn()
         except FsharpError:  # from ``agree``

@@ -43,7 +43,7 @@ def hadamard(format: Format, size: int = 32) -> Format:
     The error of a value is at most the sum of the errors of the ``size`` encoded numbers of its block. The root mean square
     error of values is ``sqrt(size)`` times the root mean square error of these numbers. An infinity or NaN makes all ``size``
     values of its block infinite or NaN, also values of another leaf in this block. For ``Precision(stored=...)`` take a
-    ``format`` of integers, a ``size`` that is at most its block, and main copies in float32. Then encoding decoded values gives
+    ``format`` of integers, a ``size`` that is at most the block, and main copies in float32. Then encoding decoded values gives
     the same bytes again.
 
     Raises:

@@ -292,7 +292,7 @@ class ModuleStep:
                 self.release_gradients()
 
     def abandon_forwards(self, where: str) -> None:
-        """End a step that has only forwards; their backwards then raise. ScheduleError with ``where`` if it has gradients."""
+        """End the step if only forwards were run; their backwards then raise. ScheduleError with ``where`` after backwards."""
         self.reopen_scheduler_after_error()
         step = self.open_step
         if step is None:

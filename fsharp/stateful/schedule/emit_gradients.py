@@ -44,7 +44,7 @@ class GradientOps:
         self._opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def begin_microbatch(self, casts: Counter[str], reduced: Collection[str]) -> None:
-        """Begin a microbatch. ``casts``: by unit, uses with gradients. ``reduced``: units with a final reduction after it."""
+        """Begin a microbatch. ``casts``: by unit, the number of uses with a gradient. ``reduced``: units to reduce finally."""
         self._missing_casts, self._casts = Counter(casts), {}
         facts = ((unit, self._ops.facts[unit]) for unit in reduced)
         self._is_incomplete = {unit: True for unit, each in facts if FINAL_REDUCE.has_ops_for(each) and each.trainable}
@@ -122,7 +122,7 @@ class GradientOps:
         return after
 
     def _resting_gradient_to_open(self, unit: str) -> BufferKey | None:
-        """Return the buffer of a unit's gradient at rest, on the first call in a step; None later, or if it has 0 bytes."""
+        """Return the buffer of a unit's gradient at rest, on the first call in a step; None later, or for 0 bytes."""
         if not self._ops.facts[unit].rest or unit in self._opened:
             return None
         self._opened.add(unit)
