@@ -188,8 +188,8 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Save as accelerate does, but put sharded modules and optimizers into the subfolder ``fsharp``. Return the folder.
 
-        An earlier save in this folder is replaced. The values of the modules' ``named_buffers()`` on rank 0 are first copied to
-        all ranks. All ranks call this method.
+        An earlier save in this folder is replaced. The modules' ``named_buffers()`` of rank 0 are copied to all ranks. All
+        ranks call this method.
         """
         tree, comm = self._checkpoint_tree_and_comm()
         with self._hiding_sharded():

@@ -25,7 +25,8 @@ def settings_digest(text: str, earlier_digest: str = "") -> str:
 class SettingsHistory:
     """All settings that were added so far, as text, and their digest, for labels of collectives.
 
-    Settings have to be equal on all ranks. Of settings from before the last :meth:`compact_to_digest` only the digest is kept.
+    Settings have to be equal on all ranks. In :attr:`text_to_compare` a digest stands for all settings from before the last
+    :meth:`compact_to_digest`.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class BoundSchedule:
         bound: by event, pairs of an op in ``ops`` and its action.
         actions: by event, the actions in ``bound`` that do something.
         carried: gathers at the end of a step for the next step, which the next step uses if it follows the same schedule.
-        stranded: by unit, arena memory of its gradient of which a caller holds a view, after a step has left this schedule.
+        stranded: after a step has left this schedule, by unit, the arena memory of a gradient of which a caller holds a view.
         number: number of this object, in keys of ops.
     """
 

@@ -240,7 +240,7 @@ class UsesUnderWay:
         backward: uses whose backward has begun, the innermost last.
         pending: by unit, number of uses in this microbatch whose gradient is still missing.
         awaited: uses whose backward may come, by weak references: autograd's graph keeps these uses alive.
-        held: units whose parameters a caller holds after their use. The step gets no schedule, which would reuse the memory.
+        held: units whose parameters a caller holds after their use. The step gets no schedule: it would reuse the memory.
         held_in_backward: units used in a backward, whose parameters a checkpoint may hold until the unit's own backward.
     """
 

@@ -167,7 +167,7 @@ class ScheduledEngine(Engine):
         return map_units(lambda node: handed_out.hand_out_gradient(node, next(position), reduction), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName, donated_residuals: ResidualViews) -> Any:
-        """Reduce gradients to the place ``to``: by scheduled ops if this engine has made them, else by blocking collectives."""
+        """Reduce gradients to the place ``to``: by scheduled ops if the engine made them, else by blocking collectives."""
         step, handed_out = self.steps.step_or_eager(), self.steps.handed_out
         if not handed_out.is_scheduled_reduction(units_of(tree), to):
             if donated_residuals:

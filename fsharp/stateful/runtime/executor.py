@@ -123,7 +123,7 @@ class Executor:
             raise
 
     def report_failure(self, error: BaseException, where: str) -> None:
-        """Tell other ranks that this rank has failed, and where: in the step under way, or without a step in ``where``."""
+        """Tell other ranks that this rank has failed, and where: in the step under way, or if there is none in ``where``."""
         if isinstance(self._own, ProcessGroupComm):
             self._own.watch.report_failure(error, self.step_name or where)
 

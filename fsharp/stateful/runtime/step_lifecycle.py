@@ -210,7 +210,7 @@ class StepLifecycle:
             record.release_tensors()
 
     def _record_and_prepare_next_step(self, step: Step) -> None:
-        """After a step that has followed a schedule gather the next step's first units. Compile the program of another step."""
+        """If the step has followed a schedule, gather the next step's first units. If not, record and compile its program."""
         assert self.now is not None
         record = self.now.record
         for unit in self.registry.units.values():

@@ -55,7 +55,7 @@ class NcclTransport(Transport):
         return Work()
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, sums_into_out: bool = False) -> int:
-        """Return ``numel * itemsize`` for an all_reduce without ``sums_into_out``, as ``out`` cannot hold the sum; else 0."""
+        """Return ``numel * itemsize`` for an all_reduce without ``sums_into_out``: ``out`` cannot hold the sum. Else 0."""
         return numel * itemsize if op == "all_reduce" and not sums_into_out else 0
 
     def allocate_arena(self, nbytes: int, memory_kind: str) -> torch.Tensor:
@@ -71,7 +71,7 @@ class NcclTransport(Transport):
 class RegisteredMemory:
     """Device memory from NCCL's allocator, registered with the communicators of some groups, so that NCCL makes no copies.
 
-    The memory is in a pool of torch's allocator, as torch registers whole pools. Each group's communicator is made first, by an
+    The memory is in a pool of torch's allocator: torch registers whole pools. Each group's communicator is made first, by an
     ``all_reduce`` of 4 bytes. For symmetric windows all ranks have to make the same calls of :meth:`allocate`.
     """
 

@@ -96,7 +96,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _original_dtensor_sharding(self) -> tuple[Any, ...] | None:
-        """Mesh and placements of the sharded DTensor that the parameter was before; None if it was not one."""
+        """Mesh and placements of the sharded DTensor that the parameter was before; None for any other parameter."""
         return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
@@ -322,7 +322,7 @@ class ShardedTensorOwner(Protocol):
         """Return the whole parameter while its unit's backward is under way; else None."""
 
     def add_gradient_ready_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
-        """Register ``hook(parameter)``, to call after each backward pass from which the parameter has a reduced gradient."""
+        """Register ``hook(parameter)``, to call at the end of each backward that gives the parameter a reduced gradient."""
 
     def gradient_part(self, path: str) -> ShardedTensor | None:
         """Return this rank's part of a parameter's mean gradient; None if the parameter has no gradient."""
@@ -331,7 +331,7 @@ class ShardedTensorOwner(Protocol):
         """Release the gradient of one parameter."""
 
     def check_can_unscale(self) -> None:
-        """With ``Precision(feedback=True)`` set residuals, which have the loss scale, to zero, and raise a ScheduleError."""
+        """With ``Precision(feedback=True)`` raise a ScheduleError, and set the residuals to zero: they have the loss scale."""
 
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Sequence[torch.Tensor | None]:
         """Run ``torch.autograd.grad`` with respect to parameters of the module."""
