@@ -424,7 +424,7 @@ def _sharded_tensor_entry(
 
 
 def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: MeshPlacement) -> bool:
-    """Return whether ``buffer``, optimizer state of a group at ``place``, is one number for the whole group: a step count.
+    """Return whether ``buffer``, optimizer state of a group at ``place``, is one number for the group, such as a step count.
 
     If the group has one element on a rank, ``buffer`` may also be the state of this element. Then a tensor without dims or of
     another kind of dtype, such as int64, counts as one number for the group.

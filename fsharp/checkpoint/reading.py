@@ -169,7 +169,7 @@ class ShardFileReader:
         return bytes(data)
 
     def read(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> None:
-        """Read ``ranges``, in order of their first byte and without overlaps, into their targets."""
+        """Read ``ranges``, in order of the first byte and without overlaps, into their targets, ``buffer_nbytes`` at a time."""
         reads = self.coalesced_reads(ranges, buffer_nbytes)
         whole = torch.empty(max((each.nbytes for each in reads), default=0), dtype=torch.uint8, device="cpu")
         for each in reads:
@@ -213,7 +213,10 @@ class ShardFileReader:
             target[first:last].copy_(values)
 
     def _damaged_block_starts(self, start: int, view: memoryview) -> list[int]:
-        """Return the starts of blocks in ``view``, from ``start`` after the header on, that differ from their digests."""
+        """Return the first byte of each block in ``view`` that differs from its digest. ``start``: first byte of ``view``.
+
+        All bytes are counted from the end of the header.
+        """
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []

@@ -309,8 +309,8 @@ class Hardware:
     def _measured_links_for(self, link: Link) -> tuple[Link, ...]:
         """Return the collectives whose times make up the time of ``link``.
 
-        For most links the only one is ``link``. An ``all_reduce`` without bandwidth and latency of its own counts as a
-        reduce_scatter and an all_gather. An ``all_to_all`` of encoded gradients then counts as a reduce_scatter.
+        For most links this is ``link`` alone. An ``all_reduce`` without bandwidth and latency of its own counts as a
+        reduce_scatter and an all_gather. An ``all_to_all`` of encoded gradients without these counts as a reduce_scatter.
         """
         op, axis = link
         parts = {"all_reduce": ("reduce_scatter", "all_gather"), "all_to_all": ("reduce_scatter",)}.get(op, ())

@@ -139,7 +139,10 @@ class Simulation:
         return works_s
 
     def _end_step(self) -> tuple[Timeline, dict[int, Interval]]:
-        """Return the timeline of the step, and start and end, from the step's end, of each op that the step hands on."""
+        """Return the timeline of the step, and the start and end of each op that the step hands on, by position of the op.
+
+        Both are seconds after the end of the step. A start before the step's end is negative; an end before it counts as 0.
+        """
         ops, handed_on, times = self.ops, self.handed_on, self.times
         own = {i: stop for i, (_, stop) in times.items() if i not in handed_on}
         end = max([self.free["compute"], *own.values()])

@@ -242,7 +242,7 @@ class TuneRequest:
     def _costs_with_given_activations(
         self, costs: Mapping[CostKey, MicrobatchCosts], options: Sequence[LayoutOption]
     ) -> dict[CostKey, MicrobatchCosts]:
-        """Return ``costs`` of the layouts in ``options``, with the user's bytes of activations, if given, for estimates."""
+        """Return ``costs``, in which the user's bytes of activations, if given, replace estimates. ``options``: the layouts."""
         if self.activations is None:
             return dict(costs)
         layouts = {option.cost_key: option.layout for option in options}

@@ -241,9 +241,9 @@ def _checked_arguments(
 
 
 def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
-    """Return ``tree``. A rank without a tree gets the outline of the first rank's tree, by :func:`outline_from_bytes`.
+    """Return ``tree``. A rank without a tree gets the outline of a tree, from the first rank that has a tree.
 
-    ``has_tree``: whether a rank has a tree, for each rank. The first rank is the first one with a tree.
+    ``has_tree``: for each rank, whether the rank has a tree. See :func:`outline_from_bytes`.
     """
     first = has_tree.index(True)
     data = check_on_all_ranks("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")

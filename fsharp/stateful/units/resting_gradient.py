@@ -102,7 +102,7 @@ class RestingGradient:
         return not self.is_held_by_caller
 
     def _count_references(self) -> int:
-        """Return torch's count of references to the ``UntypedStorage`` of the views; each tensor adds one; 0 without."""
+        """Return torch's count of references to the ``UntypedStorage`` of the views (one for each tensor); else 0."""
         return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property

@@ -109,7 +109,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def register_wrapper_checks(sharded: type[nn.Parameter]) -> None:
-    """Once, register hooks that refuse two things: DDP or FSDP around a sharded module; steps of older optimizers."""
+    """Once, register hooks against DDP or FSDP around a sharded module, and against optimizers made before sharding."""
     register_module_module_registration_hook(partial(_check_wraps_no_sharded, sharded))
     register_optimizer_step_pre_hook(_check_optimizer_is_current)
 
