@@ -169,8 +169,8 @@ def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tu
     Do nothing if the arguments fit. The caller then raises ``error`` again.
 
     Raises:
-        OptionError: the arguments do not fit. About an unknown keyword the message says which argument of ``fn`` is the most
-            similar one. If none is similar, or the call is wrong for another reason, the message shows how ``fn`` is called.
+        OptionError: the arguments do not fit. For an unknown keyword the message has the most similar argument of ``fn``. If no
+            argument is similar, or the call is wrong for another reason, the message shows how ``fn`` is called.
     """
     if type(error) is not TypeError:
         return

@@ -168,9 +168,9 @@ def _difference_text(x: torch.Tensor, y: torch.Tensor) -> str:
 
 
 def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the largest difference of two elements at the same position. A NaN differs from a number by NaN.
+    """Return the largest difference of two elements at the same position.
 
-    Two equal infinities differ by 0, and so do two NaNs.
+    Equal infinities differ by 0, and so do two NaNs. A NaN and a number differ by NaN.
     """
     if x.dtype == torch.int64:  # in two halves, as float64 has 53 bits
         high, low = (x >> 32) - (y >> 32), (x & 0xFFFFFFFF) - (y & 0xFFFFFFFF)
@@ -187,7 +187,7 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
     Args:
         root: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
-        best: number of checkpoints with the lowest metric to keep as well. The metric is the number that was saved with each.
+        best: number of checkpoints with the lowest metric to keep as well: a number that was saved with each of them.
         keep_steps: length of an interval in steps. The last checkpoint of each interval is kept as well.
     """
     _check_folder_of_checkpoints("ckpt prune", root)

@@ -87,7 +87,7 @@ def _limits() -> Iterator[Row]:
 
 
 def _features() -> Iterator[Row]:
-    """Yield a row for each feature of fsharp: its name, and ``yes`` or what is missing, as ``no: needs a GPU``."""
+    """Yield a row for each feature of fsharp: its name, and ``yes`` or what is missing, such as ``no: needs a GPU``."""
     capability = max((gpu for gpu in _gpu_capabilities() if not isinstance(gpu, str)), default=(0, 0))
     no_gpu, nccl = "" if capability[0] else "a GPU", _nccl_version()
     no_nccl = no_gpu or ("" if nccl else "a torch with NCCL")

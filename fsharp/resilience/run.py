@@ -65,9 +65,8 @@ class Run:
     Args:
         root: folder of the run's checkpoints, which hold the tree of :meth:`resume` under the name ``tree``.
         comm: the ranks. If you have a scheduler, pass ``scheduler.comm``. Over NCCL slow ranks are not looked for.
-        total: number of steps. The run ends with a save. You can set ``run.total`` before :meth:`end_step`, to the
-            same value on all ranks. A restart of the run, or of one rank with ``elastic``, sets ``run.total`` to this argument
-            again.
+        total: number of steps. The run ends with a save. You can set ``run.total`` before :meth:`end_step`, to the same value
+            on all ranks. A restart of the run, or of one rank with ``elastic``, sets ``run.total`` to this argument again.
         save_every: number of steps between two checkpoints.
         keep: number of newest checkpoints to keep.
         keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well. With 1000 these are

@@ -268,9 +268,9 @@ _TRANSPOSE: dict[CastKind, CastKind] = {"each": "sum", "sum": "each", "share": "
 def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind, *, label: str = "") -> torch.Tensor:
     """Convert ``x`` from a *shared* value to an *own* value of each rank along ``axis``, or back.
 
-    A shared value is equal on all ranks, and so is its gradient. Of an own value each rank has its own gradient. The gradient
-    of a shared value is the sum of the gradients of the own values that were made of it: see [Note: resting and gathered] in
-    ``fsharp.functional.moves``.
+    A shared value is equal on all ranks, and so is its gradient. An own value belongs to one rank, and so does its gradient.
+    The gradient of a shared value is the sum of the gradients of the own values that were made of the shared value: see [Note:
+    resting and gathered] in ``fsharp.functional.moves``.
 
     Args:
         x: the value of this rank, of any shape.

@@ -110,8 +110,8 @@ class Engine(ABC):
     ) -> tuple[Any, Any]:
         """Return the result of :func:`~fsharp.value_and_grad` over the microbatches of a batch, and overwrite ``residuals``.
 
-        With ``final_sum_in_place`` the caller passes the gradients to :func:`~fsharp.reduce_scatter` without reading them. So
-        the engine may overwrite the gradients with their sums over ranks.
+        ``residuals``: encoding errors of earlier gradients. With ``final_sum_in_place`` the caller passes the gradients to
+        :func:`~fsharp.reduce_scatter` without reading them. So the engine may overwrite them with their sums over ranks.
         """
 
     @abstractmethod
@@ -224,7 +224,7 @@ def check_parts(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], n:
 def check_sizes_of_ranks(sizes: Sequence[Sequence[int]]) -> None:
     """Raise an AgreementError if a rank of an all_to_all does not expect what another rank sends.
 
-    ``sizes``: for each rank, first the numbers of elements that it sends to each rank, then those that it expects from each.
+    ``sizes``: for each rank, first how many elements the rank sends to each rank, then how many it expects from each rank.
     """
     n = len(sizes)
     for source, target in product(range(n), repeat=2):
@@ -267,7 +267,7 @@ def reporting_format_errors(comm: Comm, where: str) -> Iterator[None]:
     """Return a context for code that encodes or decodes. A FormatError in it is reported to all other ranks, and raised here.
 
     The other ranks raise the error at their next collective, even if the caller on this rank catches the error. Afterwards no
-    Comm of these ranks can be used, or, if ``comm`` has an :class:`Engine`, only this Engine cannot be used.
+    Comm of these ranks can be used. But if ``comm`` has an :class:`Engine`, only this Engine cannot be used.
 
     Every function with a Comm encodes and decodes in this context, or in
     :func:`~fsharp.functional.comm.agree.check_on_all_ranks`.
@@ -315,7 +315,7 @@ class DelegatingComm:
     def all_to_all(
         self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
     ) -> torch.Tensor:
-        """Call :meth:`Comm.all_to_all` of the wrapped Comm, which explains the arguments."""
+        """Call :meth:`Comm.all_to_all` of the wrapped Comm. ``axis=None`` means all ranks of the mesh."""
         comm, label = self._comm_and_label(label, "all_to_all", axis, x, send)
         return comm.all_to_all(x, send, receive, axis=axis, label=label)
 

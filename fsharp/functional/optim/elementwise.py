@@ -246,7 +246,7 @@ def lion(
 
     Args:
         learning_rate: a number, or a schedule.
-        b1: weight of the momentum where the sign is taken.
+        b1: weight of the momentum in the sum whose sign is taken.
         b2: decay of the momentum.
         weight_decay: a number, or a rule per path as for :func:`adamw`.
         lr_scale: factor of the learning rate, as for :func:`adamw`.

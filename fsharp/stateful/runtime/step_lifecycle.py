@@ -122,7 +122,7 @@ class StepLifecycle:
             record.restart_label_numbering()
 
     def settings_text_to_compare(self) -> str:
-        """Return all settings so far that ranks have to share, as text: a digest of older ones, then lines ``name=value``."""
+        """Return, as text, all settings that ranks have to share: a digest of older settings, then lines ``name=value``."""
         return self._history.text_to_compare
 
     def comm_with_settings_digest(self, comm: Comm) -> Comm:

@@ -200,7 +200,7 @@ class Transport(ABC):
         return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
     def _copy_after(self, first: Work, outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> Work:
-        """Return a Work that waits for ``first``, and then copies each of ``xs`` into the tensor of ``outs`` at its index."""
+        """Return a Work that waits for ``first``, and then copies each ``xs[i]`` into ``outs[i]``."""
 
         def copy() -> None:
             first.wait()
@@ -225,7 +225,7 @@ class Transport(ABC):
 
 
 def _copy_all(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``xs`` into the tensor of ``outs`` at the same index. Version counters of ``outs`` do not change."""
+    """Copy each ``xs[i]`` into ``outs[i]``. Version counters of ``outs`` do not change."""
     pairs = [(out, x) for out, x in zip(outs, xs, strict=True) if out is not x]
     if pairs:
         with _unsafe_preserve_version_counter(tuple([out for out, _ in pairs if not out.is_inference()])):

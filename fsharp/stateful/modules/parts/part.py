@@ -193,7 +193,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _cut_or_varying_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which ranks have other elements (Shard) or tensors (Varying): a reduction runs along these."""
+        """The mesh axes along which ranks have different elements (Shard) or tensors (Varying), for reductions."""
         return tuple(a for a in self.place.sharded_axes + self.place.varying_axes if self.unit.mesh.axis_size(a) > 1)
 
     @property
