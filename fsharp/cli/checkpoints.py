@@ -187,7 +187,7 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
     Args:
         root: folder of the checkpoints.
         keep: number of newest checkpoints to keep.
-        best: number of checkpoints with the lowest metric to keep as well: a number that was saved with each of them.
+        best: number of checkpoints to keep because their metric, a number that was saved with them, is the lowest.
         keep_steps: length of an interval in steps. The last checkpoint of each interval is kept as well.
     """
     _check_folder_of_checkpoints("ckpt prune", root)

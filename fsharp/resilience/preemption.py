@@ -68,8 +68,8 @@ class Preemption:
         """Return whether any rank has received a signal. All ranks have to call this method, and get the same result.
 
         Ranks exchange their signals if ``every`` divides ``step``. For any other step the result is False, without cost. If
-        ranks pass different steps, their collectives have different labels, and ranks get an error. Cost of an exchange: one
-        ``all_reduce`` of 4 bytes for each axis, for which the host waits.
+        ranks pass different steps, their collectives have different labels; over gloo they get an error. Cost of an exchange:
+        one ``all_reduce`` of 4 bytes for each axis, for which the host waits.
         """
         if step % self.every:
             return False

@@ -207,8 +207,8 @@ def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     Gathers and reductions are issued on virtual streams. Both run at once, so values do not change. The check records each op
     of torch, its stream, and the bytes that it reads and writes. At the end it raises an error if two accesses to the same
     bytes are not ordered by waits and events. The check also raises an error if memory is freed and used again while another
-    stream may still use the memory. A wait of the host (``loss.item()``) orders nothing. The check does not see accesses
-    outside of torch's dispatcher, such as memory shared with numpy, nor other threads.
+    stream may still use the memory. A wait of the host (``loss.item()``) orders nothing. The check does not see other
+    threads, and no accesses outside of torch's dispatcher, such as those of numpy to shared memory.
 
     >>> import torch, fsharp as fs
     >>> from fsharp.testing import DebugPolicy, checking_races

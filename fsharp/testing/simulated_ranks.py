@@ -227,7 +227,7 @@ class CollectiveFacts(NamedTuple):
 
 
 class _RankCall:
-    """A rank's call of a collective. Its outcome is None, then the tensors of all ranks or an error."""
+    """A rank's call of a collective. ``outcome``: None, and at the end of the call the tensors of all ranks, or an error."""
 
     def __init__(self, group: tuple[int, ...], facts: CollectiveFacts, number: int, x: Any) -> None:
         self.group, self.facts, self.number, self.x = group, facts, number, x
@@ -324,7 +324,7 @@ class _World:
                     self.errors.append(self.results[rank])
 
     def interrupt(self) -> None:
-        """End all ranks: a rank that waits gets the error at once, any other rank at its next collective or pause."""
+        """End all ranks: a rank that waits raises Killed at once, any other rank at its next collective or pause."""
         with self._lock:
             self._ended = [how or "was interrupted" for how in self._ended]
             self._is_over = True
