@@ -391,7 +391,7 @@ is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 @api_boundary
 def units_of(tree: Any) -> list[Sharded]:
     """Return a list of all :class:`Sharded` nodes in a tree, in tree order."""
-    return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
+    return list(filter(is_sharded, optree.tree_leaves(tree, is_leaf=is_sharded)))
 
 
 def units_by_name(tree: Any) -> dict[str, Sharded]:
