@@ -129,10 +129,12 @@ class Trainer(transformers.Trainer):
         elif checkpoint is not None and os.path.isdir(root):
             load(root, self._model_and_optimizer(), comm=self.model.comm)
             self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER_FILE), weights_only=True))
-        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, _OPTIMIZER_FILE)):
-            what = f"{checkpoint!r} has the optimizer of a module that was not sharded, which cannot be loaded."
-            remedy = f"To begin with a new optimizer and schedule, remove {_OPTIMIZER_FILE} from this folder."
-            raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
+        elif checkpoint is not None:
+            names = (_OPTIMIZER_FILE, _SCHEDULER_FILE)  # DeepSpeed and FSDP write the second of them and other folders
+            if found := [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]:
+                what = f"{checkpoint!r} has the optimizer of a module that was not sharded by fsharp, which cannot be loaded."
+                remedy = f"To begin with a new optimizer and schedule, remove {' and '.join(found)} from this folder."
+                raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
 
     def _model_and_optimizer(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer.optimizer}

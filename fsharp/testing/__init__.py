@@ -1,7 +1,7 @@
 """Tools to test sharded programs: all ranks in one process, random trees and layouts, and comparisons of strategies.
 
 - To run all ranks: simulate, as threads; processes, as processes with gloo or NCCL.
-- To compare your loss under all strategies, with and without a scheduler: assert_equivalent; Tolerance.
+- To train with your loss under several strategies, and compare the parameters: assert_equivalent; Tolerance.
 - To find faults of a step: checking_races, with DebugPolicy, RaceReport and RaceError; checking_remat.
 - Hypothesis strategies for trees, meshes, strategies and layouts: the module ``fsharp.testing.generate``.
 

@@ -180,7 +180,7 @@ def test_what_is_refused_leaves_nothing(tmp_path):
             fs.checkpoint.export_safetensors(where, out, **options)
         assert [path.name for path in tmp_path.iterdir()] == ["root"]
 
-    fails("'c' is complex128, which safetensors has no name for")
+    fails("'c' is complex128, which .safetensors files cannot hold")
     fails(r"no tensors below 'params'; there are tensors below \['a', 'c'\]", subtree="params")
     fails("'a.v' and 'a.w' would both have the name 'x'", rename=lambda name: "x")
     fails("dtype is int8, expected one of floating point", dtype=torch.int8)

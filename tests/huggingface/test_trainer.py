@@ -1,6 +1,7 @@
 """fsharp.huggingface.trainer: transformers' Trainer trains, evaluates, saves and resumes a sharded Llama."""
 
 import os
+import shutil
 from functools import partial
 from pickle import UnpicklingError
 
@@ -109,6 +110,13 @@ def on_two_ranks(folder, comm):
     with pytest.raises(CheckpointError) as error:
         sharded(fs.zero3("dp"), f"{folder}/e", resume=f"{folder}/plain/checkpoint-3")
     found["not sharded"] = str(error.value)
+    if comm.rank == 0:
+        os.makedirs(f"{folder}/of_deepspeed")
+        shutil.copy(f"{folder}/plain/checkpoint-3/scheduler.pt", f"{folder}/of_deepspeed")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as error:
+        trainer._load_optimizer_and_scheduler(f"{folder}/of_deepspeed")
+    found["no optimizer.pt"] = str(error.value)
     for kind in (Trainer, transformers.Trainer):
         with pytest.raises((CheckpointError, UnpicklingError)) as error:
             train(kind, tiny_llama(), f"{folder}/f", resume=first)
@@ -147,8 +155,9 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found):
 
 def test_an_optimizer_that_was_not_sharded_is_refused(found):
     """Not begun anew without a word."""
-    assert "has the optimizer of a module that was not sharded" in found[0]["not sharded"]
-    assert "remove optimizer.pt" in found[0]["not sharded"]
+    assert "has the optimizer of a module that was not sharded by fsharp" in found[0]["not sharded"]
+    assert "remove optimizer.pt and scheduler.pt" in found[0]["not sharded"]
+    assert "remove scheduler.pt from" in found[0]["no optimizer.pt"]
 
 
 def test_a_sharded_optimizer_is_refused_by_a_trainer_of_modules_that_are_not(found):

@@ -99,7 +99,7 @@ def state_of(folder):
 
 
 def on_two_ranks(folder, comm):
-    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging, WeightAveraging
 
     from fsharp.lightning.trainer import Strategy
 
@@ -122,9 +122,12 @@ def on_two_ranks(folder, comm):
     with pytest.raises(OptionError) as error:
         run(Strategy(), fs.zero3("dp"), f"{folder}/refused", sync_batchnorm=True)
     found["refused batchnorm"] = str(error.value)
-    with pytest.raises(TreeError) as error:
-        run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[EMAWeightAveraging()])
-    found["refused copy"] = str(error.value)
+    for kind in (EMAWeightAveraging, WeightAveraging):
+        with pytest.raises(TreeError) as error:
+            run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[kind()])
+        found["refused copy", kind.__name__] = str(error.value)
+    with pytest.raises(ValueError, match="expected a non-empty list"):  # an error of torch: the callback finds no parameters
+        run(Strategy(), fs.zero3("dp"), f"{folder}/refused", more=[ModelPruning("l1_unstructured", amount=0.5)])
     return found
 
 
@@ -170,4 +173,5 @@ def test_batchnorm_that_would_stay_unsynchronized_is_refused(found):
 def test_averages_of_copies_are_refused(found):
     """StochasticWeightAveraging averaged nothing, without a word."""
     assert "StochasticWeightAveraging copies the module before it is sharded" in found[0]["refused callback"]
-    assert "A sharded module, its modules, parameters and optimizer cannot be copied" in found[0]["refused copy"]
+    for name in ("EMAWeightAveraging", "WeightAveraging"):
+        assert "A sharded module, its modules, parameters and optimizer cannot be copied" in found[0]["refused copy", name]

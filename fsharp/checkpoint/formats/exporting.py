@@ -197,7 +197,7 @@ def _export(
         record = found.manifest.tensors[owners.get(stored, stored)]
         written = dtype if dtype and record.dtype.is_floating_point and name not in of_planes else record.dtype
         if written not in kind.dtypes:
-            raise CheckpointError(f"{where}: {stored!r} is {dtype_name(written)}, which safetensors has no name for.")
+            raise CheckpointError(f"{where}: {stored!r} is {dtype_name(written)}, which {kind.suffix} files cannot hold.")
         described.append(StoredTensor(name, written, record.shape))
     parts = batches_by_nbytes(described, max_file_nbytes)
     numbered = [f"{kind.stem}-{i:05d}-of-{len(parts):05d}{kind.suffix}" for i in range(1, len(parts) + 1)]
