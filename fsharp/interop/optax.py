@@ -27,18 +27,20 @@ class OptaxState(NamedTuple):
     Attributes:
         optax: the optax state, with tensors in place of numbers. A :class:`BufferPlaceholder` stands for each array with a
             value for each element of a parameter.
-        buffers: trees like the parameters, in the optimizer's place, with the elements of the arrays that have placeholders.
+        buffers: by name, trees like the parameters, in the optimizer's place, with the elements of the arrays that have
+            placeholders. A name is that of a field of the optax state, such as ``"0.mu"``. So a checkpoint loads only into the
+            state of a transformation with the same fields.
     """
 
     optax: Any
-    buffers: tuple[Any, ...]
+    buffers: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPlaceholder:
-    """A placeholder in optax's state for an array whose elements are in a tree of buffers. A pytree node without leaves."""
+    """A placeholder in optax's state for an array whose elements are in the tree of buffers ``name``. A node without leaves."""
 
-    number: int
+    name: str
 
 
 register_static(BufferPlaceholder)
@@ -126,7 +128,8 @@ class _ShardedTransformation:
             return {"transformation": program.traced.digest, **values}
 
         program, plain, given = check_on_all_ranks("update()", comm, check, fields)
-        updates, buffers, new = program.update(grads, state.buffers, params, plain, list(given.values()), comm)
+        trees = [state.buffers[name] for name in program.traced.tree_names]
+        updates, buffers, new = program.update(grads, trees, params, plain, list(given.values()), comm)
         return updates, _optax_state(program.traced, buffers, new)
 
     def _extra_as_arrays(self, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +213,7 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
     result = []
     for path, position, like in zip(traced.paths, traced.positions, traced.state, strict=True):
         x = found.pop(path, None)
-        in_buffers = None if position is None else BufferPlaceholder(position[1])
+        in_buffers = None if position is None else BufferPlaceholder(traced.tree_names[position[1]])
         if (x if isinstance(x, BufferPlaceholder) else None) != in_buffers or x is None:
             raise TreeError(
                 f"update(): {path} is {'missing' if x is None else x!r:.60}, expected {in_buffers or 'a number or an array'}. "
@@ -232,6 +235,7 @@ def _arrays_outside_buffers(traced: TracedTransformation, state: OptaxState) -> 
 def _optax_state(traced: TracedTransformation, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
     numbers = iter(plain)
     leaves = [
-        copy_as_tensor(next(numbers)) if position is None else BufferPlaceholder(position[1]) for position in traced.positions
+        copy_as_tensor(next(numbers)) if position is None else BufferPlaceholder(traced.tree_names[position[1]])
+        for position in traced.positions
     ]
-    return OptaxState(jax.tree.unflatten(traced.state_structure, leaves), tuple(buffers))
+    return OptaxState(jax.tree.unflatten(traced.state_structure, leaves), dict(zip(traced.tree_names, buffers, strict=True)))

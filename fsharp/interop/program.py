@@ -53,6 +53,9 @@ class TracedTransformation:
         positions: for each array of the state, where the array is stored: a pair ``(leaf, tree)``, or None. ``leaf`` is the
             index of the leaf for whose elements the array has values, as a moment has. ``tree`` is the index of the tree of
             buffers that stores these values. None: the array is stored as it is, such as a count.
+        tree_names: name of each tree of buffers: the fields of optax's state that it stores, such as ``"0.mu"``. Fields of
+            different leaves may share a tree: ``"0.mu+1.trace"``.
+        tree_dtypes: dtype of each tree of buffers.
         unused: names of extra arguments that the update does not use.
 
     Raises:
@@ -95,7 +98,8 @@ class TracedTransformation:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.positions, self.tree_dtypes = self._find_buffers_of_state(leaf_ranges)
+        leaf_paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(main)[0]]
+        self._find_buffers_of_state(leaf_ranges, leaf_paths, [path for path, _ in with_paths])
 
     @cached_property
     def text(self) -> str:
@@ -128,10 +132,11 @@ class TracedTransformation:
         parts, dtypes = (tuple(rows[name][i] for name in self.names) for i in (0, 1))
         return RankLeafRanges(parts, dtypes, tuple(sizes))
 
-    def _find_buffers_of_state(self, leaf_ranges: RankLeafRanges) -> tuple[list[tuple[int, int] | None], list[Any]]:
+    def _find_buffers_of_state(self, leaf_ranges: RankLeafRanges, leaf_paths: Sequence[Any], paths: Sequence[Any]) -> None:
         """Find by trials, on the leaves of one rank, where the arrays of the state are stored.
 
-        Return ``self.positions``, and the dtype of each tree of buffers. A tree of buffers stores at most one array of a leaf.
+        Set ``self.positions``, and name and dtype of each tree of buffers. A tree stores at most one array of a leaf.
+        ``leaf_paths`` and ``paths`` are the key paths of the leaves, and of the arrays of the state.
         """
         parts, count, behind = leaf_ranges.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
@@ -163,14 +168,21 @@ class TracedTransformation:
             owners = found[0]
         taken: dict[tuple[int, Any], int] = {}
         trees: dict[tuple[Any, int], int] = {}
-        positions: list[tuple[int, int] | None] = []
-        for leaf, shape in zip(owners, self.state, strict=True):
+        fields: list[dict[str, None]] = []
+        self.positions: list[tuple[int, int] | None] = []
+        for leaf, shape, path in zip(owners, self.state, paths, strict=True):
             if leaf is None:
-                positions.append(None)
+                self.positions.append(None)
                 continue
             nth = taken[leaf, shape.dtype] = taken.get((leaf, shape.dtype), -1) + 1
-            positions.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
-        return positions, [dtype for dtype, _ in trees]
+            tree = trees.setdefault((shape.dtype, nth), len(trees))
+            self.positions.append((leaf, tree))
+            fields += [{}] * (len(trees) - len(fields))
+            fields[tree] = fields[tree] | {_field_name(path, leaf_paths[leaf]): None}
+        self.tree_dtypes, self.tree_names = [dtype for dtype, _ in trees], list[str]()
+        for dtype, names in zip(self.tree_dtypes, fields, strict=True):
+            name = "+".join(names)
+            self.tree_names.append(f"{name}.{dtype}" if name in self.tree_names else name)  # a field of leaves of two dtypes
 
     def in_stored_form(self, lifted: LocalJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results ``out`` of the run ``lifted`` as this rank stores them: its part of an array, or a whole array.
@@ -343,6 +355,13 @@ def _leaf_names_or_masks(node: Sharded) -> Any:
         return LeafName(node.name, leaf.path) if is_here else optax.MaskedNode()
 
     return optree.tree_unflatten(node.unit.structure, [name(leaf) for leaf in node.unit.leaves])
+
+
+def _field_name(path: Sequence[Any], leaf_path: Sequence[Any]) -> str:
+    """Return the name of a field of optax's state, such as ``"0.mu"``: ``path`` in the state, without the leaf's own path."""
+    is_like_params = tuple(path[len(path) - len(leaf_path) :]) == tuple(leaf_path)
+    field = path[: len(path) - len(leaf_path)] if is_like_params else path
+    return jax.tree_util.keystr(tuple(field), simple=True, separator=".") or "state"
 
 
 def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any) -> Any:

@@ -130,7 +130,7 @@ def test_state_is_sharded_and_its_numbers_may_be_set(comm):
     new = fs.update(tx, fs.shard(params(), layout, comm, place="optim"), state, comm=comm)
     assert all(map(torch.equal, optree.tree_leaves(new.params), optree.tree_leaves(state.params)))
     first, second, nbytes = (
-        sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in (*state.opt.buffers, state.params)
+        sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in (*state.opt.buffers.values(), state.params)
     )
     assert first == second == nbytes
 
@@ -412,3 +412,58 @@ def test_leaves_that_are_not_cut_have_the_same_bits_on_all_ranks_and_the_values_
         assert all(map(torch.equal, buffers, found[0][0]))
         for mine, theirs in zip(optree.tree_leaves(full), optree.tree_leaves(params), strict=True):
             np.testing.assert_allclose(mine.numpy(), np.asarray(theirs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_loads_under_another_strategy_and_mesh_and_goes_on(tmp_path):
+    tx = fs.optim.from_optax(TRANSFORMATIONS["multi_transform"]())
+
+    def step(comm, layout, state):
+        grads = fs.trainable(fs.shard(grads_at(state.step), layout, comm, place="optim"))
+        return fs.update(tx, grads, state, comm=comm)
+
+    def saved(comm):
+        layout, state = begin(comm, fs.zero3("dp"), tx)
+        state = step(comm, layout, state)
+        fs.checkpoint.save(tmp_path, state, step=1, comm=comm)
+        return fs.full_tree(step(comm, layout, state).params, comm=comm)
+
+    def loaded(comm):
+        layout, like = begin(comm, fs.hfsdp("outer", "inner"), tx)
+        state = fs.checkpoint.load(tmp_path, like, comm=comm)
+        return fs.full_tree(step(comm, layout, state).params, comm=comm)
+
+    expected = simulate(fs.Mesh({"dp": 3}), saved)[0]
+    for found in simulate(fs.Mesh({"outer": 2, "inner": 2}), loaded):
+        assert all(map(torch.equal, optree.tree_leaves(found), optree.tree_leaves(expected)))
+
+
+@pytest.mark.parametrize(
+    ("given", "other", "names"),
+    [
+        (
+            lambda: optax.chain(optax.trace(0.9), optax.scale_by_rms()),
+            lambda: optax.chain(optax.scale_by_rms(), optax.trace(0.9)),
+            ("0.trace", "0.nu"),
+        ),
+        (lambda: optax.rmsprop(1e-2), lambda: optax.sgd(1e-2, momentum=0.9), ("0.nu", "0.trace")),
+    ],
+)
+def test_state_of_another_transformation_is_refused(tmp_path, given, other, names):
+    """A tensor of its state has the name of optax's field, so one field is not taken for another."""
+    comm = fs.SingleComm()
+    fs.checkpoint.save(tmp_path, begin(comm, fs.zero3("dp"), fs.optim.from_optax(given()))[1], step=0, comm=comm)
+    like = begin(comm, fs.zero3("dp"), fs.optim.from_optax(other()))[1]
+    with pytest.raises(TreeError, match="is not of this tree") as caught:
+        fs.checkpoint.load(tmp_path, like, comm=comm)
+    assert all(f"opt.buffers.{name}.embed.w" in str(caught.value) for name in names)
+
+
+def test_a_field_of_leaves_of_two_dtypes_has_two_trees_of_buffers():
+    tree = {"a": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    comm = fs.SingleComm()
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+    tx = fs.optim.from_optax(optax.sgd(0.1, momentum=0.9))
+    state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+    assert [*state.opt.buffers] == ["0.trace", "0.trace.bfloat16"]
+    state = fs.update(tx, fs.shard(tree, layout, comm, place="optim"), state, comm=comm)
+    assert torch.equal(fs.full_tree(state.opt.buffers["0.trace"], comm=comm)["a"], torch.ones(3))
