@@ -179,12 +179,14 @@ def test_control_characters_in_names_are_printed_as_escapes(tmp_path, capsys):
 
 def test_prune(root, capsys):
     first, second = path_of(root, 1), path_of(root, 2)
+    assert run(capsys, "ckpt", "prune", root, "--keep", 3, "--keep-hours", 0.5)[1] == ["nothing to remove"]
     assert run(capsys, "ckpt", "prune", root, "--keep", 1)[1] == [f"removed {first}", f"removed {second}"]
     assert run(capsys, "ckpt", "prune", root, "--keep", 1)[1] == ["nothing to remove"]
     for numbers, what in (
         (["--keep", 0], "keep is 0, expected at least 1"),
         (["--keep", 1, "--best", -1], "best is -1, expected at least 0"),
         (["--keep", 1, "--keep-steps", 0], "keep_steps is 0, expected at least 1"),
+        (["--keep", 1, "--keep-hours", 0], "keep_hours is 0.0, expected at least 0.001"),
     ):
         assert run(capsys, "ckpt", "prune", root, *numbers) == (2, [], f"error: ckpt prune: {what}.\n")
 

@@ -34,12 +34,13 @@ _SHARD_FILE_PATTERN = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class CheckpointSummary(NamedTuple):
-    """The fields of a :class:`Manifest` that describe its checkpoint as a whole: step, time, metric and files."""
+    """The fields of a :class:`Manifest` that describe its checkpoint as a whole: step, time, metric, files, writer."""
 
     step: int
     created: float
     metric: float | None
     files: tuple[FileRecord, ...]
+    is_by_saver: bool
 
 
 _latest_times: dict[str, float] = {}  # by root, of saves there and, if Replicas have this root, in memory of hosts
@@ -158,7 +159,8 @@ class Checkpoint:
             key = ""  # a checkpoint of another library, or none
         found = _summary_cache.get(key)
         if found is None:
-            found = CheckpointSummary(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
+            read = self.manifest
+            found = CheckpointSummary(read.step, read.created, read.metric, read.files, read.is_by_saver)
             if len(_summary_cache) >= _MAX_CACHED_SUMMARIES:  # a Saver looks at every new checkpoint
                 _summary_cache.clear()
             if key:

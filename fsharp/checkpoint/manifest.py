@@ -74,6 +74,7 @@ class Manifest:
         objects: by name, the result of :func:`structure_of` for each list, tuple, dict or None in the saved tree that
             :func:`~fsharp.checkpoint.to_dcp` writes as one object.
         encoded: by name, the encoded leaves, of which ``tensors`` has planes and scales.
+        is_by_saver: whether a :class:`~fsharp.checkpoint.Saver` wrote the checkpoint. A Saver removes only such checkpoints.
     """
 
     save_id: str
@@ -89,6 +90,7 @@ class Manifest:
     values: Mapping[str, Value]
     objects: Mapping[str, Any] = field(default_factory=dict)
     encoded: Mapping[str, EncodedLeaf] = field(default_factory=dict)
+    is_by_saver: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -117,6 +119,7 @@ class Manifest:
         }
         body |= {"objects": dict(self.objects)} if self.objects else {}
         body |= {"encoded": dict(self.encoded)} if self.encoded else {}
+        body |= {"is_by_saver": True} if self.is_by_saver else {}
         return json.dumps({**body, "xxh3_128": _body_digest(body)}, separators=(",", ":")).encode()
 
     @staticmethod
@@ -177,6 +180,7 @@ def _manifest_from_body(body: dict[str, Any]) -> Manifest:
         values={name: _value_from_json(value) for name, value in body["values"].items()},
         objects=dict(body.get("objects", {})),
         encoded={name: encoded_leaf_from_json(each) for name, each in body.get("encoded", {}).items()},
+        is_by_saver=body.get("is_by_saver") is True,
     )
 
 

@@ -125,8 +125,11 @@ class Retention(NamedTuple):
             found.add(("hours", math.floor(created / (self.keep_hours * _HOUR_S)) if math.isfinite(created) else 0))
         return found
 
-    def old_checkpoints(self, root: str) -> list[str]:
-        """Return the paths of the complete checkpoints under ``root`` that neither options nor links keep, the oldest first."""
+    def old_checkpoints(self, root: str, *, only_by_saver: bool = False) -> list[str]:
+        """Return the paths of the complete checkpoints under ``root`` that neither options nor links keep, the oldest first.
+
+        ``only_by_saver``: leave out checkpoints that no Saver has written. These count for the options all the same.
+        """
         names = names_last_saved_first(root)
         periods = {name: self._intervals_of_folder(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)
@@ -140,12 +143,12 @@ class Retention(NamedTuple):
                 continue
             if num_newest >= self.keep and new and all(sizes[period] == 1 for period in new):
                 continue  # alone in its intervals, so it stays, complete or not
-            if open_if_complete(path) is None:
+            if (found := open_if_complete(path)) is None:
                 continue
             if num_newest < self.keep or new:
                 num_newest += 1
                 seen |= new
-            elif name not in linked:
+            elif name not in linked and (found.summary.is_by_saver or not only_by_saver):
                 gone.append(path)
         return [*reversed(gone)]
 

@@ -23,7 +23,7 @@ from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.distributed.job import callbacks_before_leaving
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.distributed.worker_threads import Outcome, Worker
-from fsharp.errors import CheckpointError
+from fsharp.errors import CheckpointError, log as _log
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
@@ -172,10 +172,11 @@ class Saver(BackgroundSaver):
 
     Args:
         root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted
-            saves are removed. A folder with files of another origin stays, and a warning names it.
+            saves are removed. A folder with files of another origin stays, and a warning names it. Complete checkpoints are
+            removed only if a Saver has written them, in this program or an earlier one. So those of :func:`save` stay.
         comm: the ranks. All ranks have to make the Saver.
-        keep: number of newest checkpoints to keep; for ``best``, ``keep_steps`` and ``keep_hours`` see
-            :func:`~fsharp.checkpoint.prune`.
+        keep: number of newest checkpoints in ``root`` to keep. The log names the removed checkpoints, at the level INFO. For
+            ``best``, ``keep_steps`` and ``keep_hours`` see :func:`~fsharp.checkpoint.prune`.
         config: config of the run; see :func:`save`.
         background: False means that :meth:`save` returns once the checkpoint is written. This is always so for several ranks
             without process groups (simulated ranks).
@@ -238,7 +239,7 @@ class Saver(BackgroundSaver):
         with self._lock:
             self.wait()
             snapshot = agree_and_make_folder(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
-            self._copy_and_start_job(snapshot, self._write_and_remove_old)
+            self._copy_and_start_job(replace(snapshot, is_by_saver=True), self._write_and_remove_old)
 
     def _write_and_remove_old(self, snapshot: Snapshot) -> None:
         made, since = write_snapshot(snapshot, self._own), self._saved_at
@@ -256,7 +257,9 @@ class Saver(BackgroundSaver):
                         f"{self._root}: {path} was saved after the last save of this Saver, by another job or by save(): "
                         "nothing is removed. Give each its own root."
                     )
-            remove_checkpoints(self._retention.old_checkpoints(self._root))  # the newest one was compared when it was written
+            if old := self._retention.old_checkpoints(self._root, only_by_saver=True):
+                _log.info("%s of the Saver does not keep these checkpoints, so it removes them: %s", self._retention, old)
+            remove_checkpoints(old)  # the newest checkpoint was compared when it was written
 
         check_on_all_ranks("Saver", self._own, remove_old)
 

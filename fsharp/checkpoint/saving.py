@@ -56,6 +56,7 @@ class Snapshot:
         values: elements of ``tensors``, in memory that must not change before the write.
         failure: the error that kept this rank from copying its values after ranks had agreed, or None. It is raised, on all
             ranks, when the snapshot is written.
+        is_by_saver: whether a Saver writes the checkpoint, which it may later remove.
     """
 
     contents: TreeContents
@@ -67,6 +68,7 @@ class Snapshot:
     tensors: list[StoredTensor]
     values: Iterable[torch.Tensor]
     failure: Exception | None = None
+    is_by_saver: bool = False
 
 
 @options_checked
@@ -410,4 +412,5 @@ def manifest_of_snapshot(snapshot: Snapshot, records: Sequence[FileRecord], mesh
         values=snapshot.contents.values,
         objects=snapshot.contents.objects,
         encoded=snapshot.contents.encoded,
+        is_by_saver=snapshot.is_by_saver,
     )

@@ -181,7 +181,9 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
     return (x - y).abs().masked_fill(is_same, 0.0).max().item()
 
 
-def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None) -> str:
+def prune_checkpoints(
+    root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None, keep_hours: float | None = None
+) -> str:
     """Remove the checkpoints of a folder, except those that the options keep. If all of these are damaged, remove nothing.
 
     Args:
@@ -189,12 +191,14 @@ def prune_checkpoints(root: str, /, *, keep: int, best: int = 0, keep_steps: int
         keep: number of newest checkpoints to keep.
         best: number of checkpoints to keep because their metric, a number that was saved with them, is the lowest.
         keep_steps: length of an interval in steps. The last checkpoint of each interval is kept as well.
+        keep_hours: length of an interval in hours, counted from 1970. The last checkpoint of each interval is kept as well.
     """
     _check_folder_of_checkpoints("ckpt prune", root)
     check_number("ckpt prune: keep", keep, 1)
     check_number("ckpt prune: best", best, 0)
     check_number("ckpt prune: keep_steps", 1 if keep_steps is None else keep_steps, 1)
-    removed = prune(root, keep=keep, best=best, keep_steps=keep_steps)
+    check_number("ckpt prune: keep_hours", 1 if keep_hours is None else keep_hours, 0.001)
+    removed = prune(root, keep=keep, best=best, keep_steps=keep_steps, keep_hours=keep_hours)
     return "\n".join(f"removed {path}" for path in removed) or "nothing to remove"
 
 

@@ -68,7 +68,8 @@ class Run:
         total: number of steps. The run ends with a save. You can set ``run.total`` before :meth:`end_step`, to the same value
             on all ranks. A restart of the run, or of one rank with ``elastic``, sets ``run.total`` to this argument again.
         save_every: number of steps between two checkpoints.
-        keep: number of newest checkpoints to keep.
+        keep: number of newest checkpoints to keep. Older ones that a run has saved are removed, and the log names them, at
+            the level INFO. Checkpoints of :func:`fsharp.checkpoint.save`, and converted ones, are never removed.
         keep_steps: number of steps in an interval. The last checkpoint of each interval is kept as well. With 1000 these are
             the last one of steps 1 to 1000, the last one of steps 1001 to 2000, and so on; see :func:`fsharp.checkpoint.prune`.
         keep_hours: number of hours in an interval. The last checkpoint of each interval is kept as well.

@@ -134,10 +134,9 @@ def test_an_object_store_has_a_manifest_last(tmp_path):
 
     root = "memory://run"
     files = fsspec.filesystem("memory")
-    for step in (1, 2):
-        save(root, step)
     with fs.checkpoint.Saver(root, COMM, keep=2) as saver:
-        saver.save({"x": torch.full((5000,), 3.0)}, step=3)
+        for step in (1, 2, 3):
+            saver.save({"x": torch.full((5000,), float(step))}, step=step)
     found = fs.checkpoint.list_checkpoints(root)
     assert [c.step for c in found] == [3, 2]
     fs.checkpoint.verify(found[0].path)

@@ -60,7 +60,22 @@ def test_of_each_so_many_hours_the_last_stays(tmp_path, clock):
         for step in (10, 11, 12):
             clock[0] = (1000 + step / 2) * HOUR
             saver.save({"x": torch.ones(3)}, step=step)
+    assert steps(tmp_path) == [3, 7, 8, 9, 11, 12]  # 8 and 9 are not of a Saver
+    fs.checkpoint.prune(tmp_path, keep=1, keep_hours=2)
     assert steps(tmp_path) == [3, 7, 11, 12]
+
+
+def test_a_saver_removes_only_what_a_saver_has_saved_and_says_so(tmp_path, caplog):
+    for step in (1, 2):
+        save(tmp_path, step)
+    with caplog.at_level("INFO", "fsharp"):
+        for step in (3, 4, 5, 6):  # a run that is started again each time
+            with fs.checkpoint.Saver(tmp_path, COMM, keep=2) as saver:
+                saver.save({"x": torch.ones(3)}, step=step)
+    assert steps(tmp_path) == [1, 2, 5, 6]
+    assert len(caplog.records) == 2
+    assert "keep=2" in caplog.text
+    assert "step-0000000003-" in caplog.text
 
 
 def test_what_is_kept_adds_up(tmp_path):
