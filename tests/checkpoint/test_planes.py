@@ -19,7 +19,7 @@ from tests.test_leaf_format import BUILT_IN
 
 F = fs.formats
 BLOCKS = [F.mxfp8, F.mxfp8_e5m2, F.mxint8, F.mxfp4, F.mxint4]
-ROTATED = F.hadamard(F.mxint4, 64)
+ROTATED = F.hadamard(F.mxint4)
 COMM = fs.SingleComm()
 
 

@@ -183,6 +183,8 @@ class Format:
             rounding.
         seed: seed of the random numbers, in a format that :func:`~fsharp.formats.stochastic` has made. The ``encode`` of such a
             format is a function ``(values, uniform)``.
+        reencodes_exactly: whether encoding decoded values gives the same bytes. If False, ``Precision(stored=)`` refuses the
+            format.
         made_by: function and arguments that make the format again, for pickles, such as ``(make_my_format, (8,))``. None: a
             pickle has the functions of the format. Then these have to be functions of a module, or cloudpickle is needed.
 
@@ -201,6 +203,7 @@ class Format:
         compare=False, repr=False, default=None
     )
     seed: int | None = field(repr=False, default=None)
+    reencodes_exactly: bool = field(compare=False, repr=False, default=True)
     made_by: tuple[Callable[..., Any], tuple[Any, ...]] | None = field(compare=False, repr=False, default=None)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, Plane
-from fsharp.functional.formats.microscaling import BLOCK, LARGEST_DECODED, is_known_true, num_blocks_at_once
+from fsharp.functional.formats.microscaling import BLOCK, LARGEST_DECODED, is_known_true, mxint4, mxint8, num_blocks_at_once
 from fsharp.functional.formats.registry import register_format
 from fsharp.type_checks import options_checked
 
@@ -42,9 +42,11 @@ def hadamard(format: Format, size: int = 32) -> Format:
 
     The error of a value is at most the sum of the errors of the ``size`` encoded numbers of its block. The root mean square
     error of values is ``sqrt(size)`` times the root mean square error of these numbers. An infinity or NaN makes all ``size``
-    values of its block infinite or NaN, also values of another leaf in this block. For ``Precision(stored=...)`` take a
-    ``format`` of integers, a ``size`` that is at most the block, and main copies in float32. Then encoding decoded values gives
-    the same bytes again.
+    values of its block infinite or NaN, also values of another leaf in this block.
+
+    ``Precision(stored=...)`` takes the result only if ``format`` is ``mxint8`` or ``mxint4``, and ``size`` is at most 32. Then
+    sums of encoded numbers are exact in float32, and encoding decoded values gives the same bytes again. Main copies have to be
+    in float32 or float64.
 
     Raises:
         LayoutError: ``format`` encodes whole leaves or is plain, or ``size`` is not a power of two from 2 on.
@@ -83,7 +85,10 @@ def _register_hadamard_format(
 
     about = f"hadamard{size}_{format.name}", planes, encode, decode, format.block * times
     by_noise, made_by = None if format.stochastic_encode is None else rounded, (hadamard, (format, size))
-    return register_format(Format(*about, stochastic_encode=by_noise, seed=format.seed, made_by=made_by))
+    is_exact = format in (mxint4, mxint8) and times == 1  # floats lose the sign of zero; two scales in a sum lose low bits
+    return register_format(
+        Format(*about, stochastic_encode=by_noise, seed=format.seed, reencodes_exactly=is_exact, made_by=made_by)
+    )
 
 
 def _map_rows(values: torch.Tensor, size: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -80,6 +80,12 @@ class Precision:
                 f"Precision(): stored is {self.stored.name!r}, which rounds stochastically. Parameters at rest are encoded "
                 "again by checkpoints and reshard(), which have no step: pass the format itself, or wire= or update=."
             )
+        if self.stored is not None and not self.stored.reencodes_exactly:
+            raise LayoutError(
+                f"Precision(): stored is {self.stored.name!r}, which gives other bytes when decoded values are encoded again, "
+                "so a load would change parameters. Rotated formats that do not are hadamard(fs.formats.mxint8, size) and "
+                "hadamard(fs.formats.mxint4, size), with a size of at most 32."
+            )
         if self.update is not None and self.update.leaf_codec is not None:
             raise LayoutError(
                 f"Precision(): update is {self.update.name!r}, which encodes whole leaves, on whose scales ranks agree. Pass a "
