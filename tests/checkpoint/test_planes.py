@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import fsharp as fs
 from fsharp.errors import AgreementError, CheckpointError, TreeError
 from fsharp.functional.formats.format import as_bytes
+from fsharp.functional.formats.te import KIND_BY_QUANTIZER_CLASS
 from fsharp.testing import processes, simulate
 from tests.ranks import on_ranks
 from tests.scheduling import every
@@ -127,6 +128,7 @@ def test_planes_load_into_parameters_in_the_format_without_main_copies(tmp_path,
         same_bits(got, expected)
 
 
+TE_READERS = {kind.for_readers.name: kind.for_readers for kind in KIND_BY_QUANTIZER_CLASS.values()}
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -169,6 +171,28 @@ def test_a_reader_of_safetensors_can_use_the_planes(tmp_path, form):
     assert metadata["format"] == "pt"
     assert described.keys() == {f"model.{name}" for name in expected}
     assert described["model.layers.0.w"][:3] == [form.name, [64, 128], 0]
+
+
+@pytest.mark.parametrize("form", TE_READERS.values(), ids=TE_READERS)
+def test_planes_of_transformer_engine_load_in_any_parts(tmp_path, form):
+    """Six ranks cut the leaf at odd elements, within a byte of NVFP4. No TransformerEngine is needed to read."""
+    noise, shape, packed = torch.Generator().manual_seed(0), (64, 64), form.block
+    specs = form.leaf_codec.scale_specs(shape)
+    tensors = {"w": torch.randint(0, 0x78, (64, 64 // packed), generator=noise, dtype=torch.uint8).view(form.planes[0].dtype)}
+    for name, (size, dtype) in specs.items():
+        scale = torch.rand(size, generator=noise) + 0.5
+        tensors[f"w{name}"] = (scale * 128).to(dtype) if dtype == torch.uint8 else scale.to(dtype)
+    about = {"w": [form.name, shape, 0, ["w"], [f"w{name}" for name in specs]]}
+    save_file(tensors, path := tmp_path / "model.safetensors", {"fsharp.encoded": json.dumps(about)})
+    expected = by_convention(tensors, "w")
+    assert torch.equal(fs.checkpoint.load(path, {"w": torch.zeros(shape)}, comm=COMM)["w"], expected)
+
+    def read(comm):
+        like = fs.shard({"w": torch.zeros(shape)}, fs.plan({"w": expected}, comm.mesh, fs.zero3("dp")), comm)
+        return fs.full_tree(fs.checkpoint.load(path, like, comm=comm), comm=comm)["w"].clone()
+
+    for found in simulate(fs.Mesh({"dp": 6}), read):
+        assert torch.equal(found, expected)
 
 
 def test_plain_leaves_beside_encoded_ones_are_rounded_and_planes_are_not(tmp_path):

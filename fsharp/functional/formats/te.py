@@ -403,7 +403,8 @@ def _decode_mxfp8(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tens
 def _decode_nvfp4(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
     rows, columns = _row_and_column_indices(part)
     of_block = scales["_scale"].float()[rows, columns // 16]
-    return decode_e2m1(unpack_codes(part.planes[0])) * of_block * scales["_scale_2"]
+    codes = unpack_codes(part.planes[0])[: part.last - part.first]  # the last byte may also hold the next value
+    return decode_e2m1(codes) * of_block * scales["_scale_2"]
 
 
 def _rows_scaled_by(dtype: torch.dtype, height: int, width: int) -> Callable[[Shape], dict[str, tuple[Shape, torch.dtype]]]:
