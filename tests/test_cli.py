@@ -665,6 +665,11 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["tune", "nothing"], 2, "tune: there is no model 'nothing'"),
         (["schedule", "tests.test_cli:needs_an_argument"], 2, "schedule: 'tests.test_cli:needs_an_argument' cannot be made"),
         (["plan", "tests.test_cli:needs_an_argument"], 2, "cannot be made: TypeError"),
+        (["plan", "tests.test_cli:exits"], 2, "plan: 'tests.test_cli:exits' cannot be made: SystemExit: 0"),
+        (["plan", "tests.test_cli:fails_at_length"], 2, " a, ...\n"),
+        (["plan", "tests.test_cli:dotted_key"], 2, "the key 'a.b' in the path"),
+        (["tune", "tests.test_cli:with_a_number"], 2, "params['b'] is not a tensor. (got int 3) Keep configuration out of the"),
+        (["plan", "gpt-2", "--compute", "float8_e4m3fn"], 2, "Values of 8 bits and less need a scale"),
         (["plan", "gpt-2", "--mesh", "8"], 2, "mesh is '8'"),
         (["plan", "gpt-2", "--mesh", "dp=0"], 2, "outer=2,inner=8: Mesh(): axis 'dp' has size 0, expected an integer"),
         (["plan", "gpt-2", "--mesh", "dp=8,dp=2"], 2, "axis names repeat: ['dp', 'dp']"),
@@ -698,6 +703,7 @@ def test_units_are_in_the_order_in_which_the_tree_has_them():
         (["report", "nowhere"], 2, "nowhere"),
         (["schedule", "gpt-2", "--policy", "prefetch"], 2, "policy is 'prefetch', expected one of 'prefetch 1'"),
         (["schedule", "gpt-2", "--strategy", "hsdp"], 2, "strategy is 'hsdp'"),
+        (["schedule", "gpt-2", "--strategy", ""], 2, "strategy is '', expected one of ddp, zero1, zero2, zero3, hsdp, hfsdp."),
         (["schedule", "gpt-2", "--mesh", "8"], 2, "schedule: mesh is '8'"),
         (["tune", "gpt-2", "--gpu", "V100"], 2, "'V100'"),
         (["tune", "gpt-2", "--tokens", "0"], 2, "tune: tokens is 0, expected at least 1.\n"),
@@ -743,6 +749,8 @@ def test_arguments_of_checkpoints_that_do_not_fit_have_status_2(root, tmp_path, 
         status, lines, err = run(capsys, "ckpt", *argv)
         assert (status, lines, err.count("\n")) == (2, [], 1)
         assert words in err
+    status, _, err = run(capsys, "ckpt", "show", f"{source}/rank-00000.safetensors")
+    assert (status, f"this is one of the files of a checkpoint. Pass its folder: {source}." in err) == (1, True)
     os.remove(f"{source}/manifest.json")
     assert run(capsys, "ckpt", "verify", source)[0] == 1, "a checkpoint that is damaged is a result"
 
@@ -768,6 +776,22 @@ def needs_an_argument(size):
     return torch.ones(size)
 
 
+def exits():
+    sys.exit(0)  # as a program whose arguments are parsed at its import
+
+
+def fails_at_length():
+    raise ValueError(f"there are models {', '.join(['a'] * 1000)}")
+
+
+def dotted_key():
+    return {"a.b": torch.ones(2)}
+
+
+def with_a_number():
+    return {"a": torch.ones(2), "b": 3}
+
+
 def test_plan_keeps_no_state_for_frozen_parameters(capsys):
     status, lines, _ = run(capsys, "plan", "tests.test_cli:Partly", "--mesh", "dp=1", "--strategy", "ddp")
     assert status == 0
@@ -776,7 +800,16 @@ def test_plan_keeps_no_state_for_frozen_parameters(capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"model_type": "llama", "architectures": ["Nope"]}', '{"model_type": "nope"}']
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"model_type": "llama", "architectures": ["Nope"]}',
+        '{"model_type": "llama", "architectures": "Nope"}',
+        '{"model_type": "llama", "architectures": ["Nope", "No"]}',
+        '{"model_type": "nope"}',
+    ],
 )
 def test_plan_says_what_is_wrong_with_a_configuration(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
@@ -784,6 +817,46 @@ def test_plan_says_what_is_wrong_with_a_configuration(text, tmp_path, capsys):
     assert status == 2
     reason = "has no model_type, which names the architecture" if text in ("[]", "{}") else "cannot be made"
     assert "Nope" in err or reason in err
+
+
+SMALL = ("tests.gpt_like:make_params", "--units", "layers.*", "--mesh", "dp=2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        (["tune", *SMALL], "--json"),
+        (["schedule", *SMALL], "--draw"),
+        (["report", "run"], "--out"),
+        (["calibrate"], ""),
+    ],
+)
+def test_a_full_disk_leaves_no_half_written_file(argv, option, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fs.resilience.JsonlLogger("run/log.jsonl").log(1, {"loss": 0.5})
+    hardware = fs.inspect.Hardware(compute_times=(0.0, 0.0), bandwidth={}, latency={}, memory_bandwidth=2e9)
+    monkeypatch.setattr(fs, "launch", lambda *_: [MeasuredMachine(1e9, "float32", hardware)])
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))  # python ignores the signal: a write raises an OSError
+    try:
+        status, lines, err = run(capsys, *argv, *[option] * bool(option), "out.png")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert (status, lines, err) == (1, [], "error: [Errno 27] File too large\n")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_picture_without_suffix_is_a_png(tmp_path, capsys):
+    assert run(capsys, "schedule", *SMALL, "--draw", tmp_path / "step")[1][-1] == f"wrote {tmp_path}/step.png"
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_goes_into_a_folder_that_exists(tmp_path, capsys):
+    fs.resilience.JsonlLogger(tmp_path / "log.jsonl").log(1, {"loss": 0.5})
+    for out, words in ((tmp_path / "no" / "x.html", "no does not"), (tmp_path, "is a folder")):
+        status, _, err = run(capsys, "report", tmp_path, "--out", out)
+        assert (status, err.count("\n"), "report: out is" in err, words in err) == (2, 1, True, True)
+    assert run(capsys, "report", tmp_path) == (0, [f"wrote {tmp_path}/report.html"], "")
 
 
 @pytest.mark.parametrize("option", ["--optimizer-buffers", "--mesh dp=2 --microbatches", "--mesh"])

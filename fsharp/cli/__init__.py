@@ -16,7 +16,7 @@ from fsharp.cli.diagnosis import doctor
 from fsharp.cli.machine import calibrate
 from fsharp.cli.plans import plan, schedule, tune
 from fsharp.cli.reports import report
-from fsharp.errors import FsharpError, OptionError, PatternError
+from fsharp.errors import FsharpError, LayoutError, OptionError, PatternError, TreeError
 
 _ABOUT = "Plan how to shard a model, measure this machine, report on a run, and look at checkpoints. Needs no process group."
 _MAX_LINE = 240
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     try:
         text = command()
-    except (OptionError, PatternError) as error:
+    except (OptionError, PatternError, LayoutError, TreeError) as error:
         _print_escaped(f"error: {_line_of_error(str(error))}", sys.stderr)
         return 2
     except (FsharpError, ImportError, OSError) as error:

@@ -22,6 +22,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.text import align_columns, seconds_text
+from fsharp.inspect.files import write_file
 from fsharp.inspect.hardware import Hardware
 from fsharp.inspect.measuring import measure
 from fsharp.inspect.presets import model_time_options
@@ -88,7 +89,8 @@ def calibrate(file: str, /, *, mesh: str = "dp=2", steps: int = 20, dtype: str =
     if not is_writer:
         return ""
     hardware = json.loads(found.hardware.to_json())
-    Path(file).write_text(json.dumps({"flops": found.flops, "dtype": found.dtype, "hardware": hardware}, indent=1) + "\n")
+    text = json.dumps({"flops": found.flops, "dtype": found.dtype, "hardware": hardware}, indent=1)
+    write_file(file, f"{text}\n".encode())
     return _speeds_text(found, axes, file, steps)
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import optree
@@ -14,6 +15,8 @@ import torch
 from fsharp.errors import FsharpError, OptionError, problem
 from fsharp.functional.make_functional import make_functional
 
+_MAX_REASON = 400
+"""Characters of an error of a model's code that are shown. An error of transformers may list hundreds of architectures."""
 Shapes = dict[str, Any]
 """A tree of shapes: dicts and lists of tuples of integers."""
 
@@ -111,8 +114,9 @@ def find_model(where: str, model: str) -> FoundModel:
         has_parameters = any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in leaves)
     except FsharpError:
         raise
-    except Exception as error:  # of the user's code, or of transformers
-        raise OptionError(f"{where}: {model!r} cannot be made: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # of the user's code, or of transformers
+        reason = shorten(f"{type(error).__name__}: {error}", _MAX_REASON, placeholder=" ...")
+        raise OptionError(f"{where}: {model!r} cannot be made: {reason}") from error
     if not has_parameters:
         raise OptionError(f"{where}: {model!r} has no parameters.")
     if not isinstance(found, torch.nn.Module):
@@ -161,7 +165,9 @@ def _model_of_config(where: str, path: Path, config: Any) -> Any:
     if not isinstance(config, dict) or "model_type" not in config:
         what = 'has no model_type, which names the architecture, such as "llama"'
         raise OptionError(f"{where}: {path} {what}. Pass a config.json that transformers has written.")
-    [name] = config.get("architectures") or [""]
+    architectures = config.get("architectures") or [""]
+    if not isinstance(architectures, list) or not isinstance(name := architectures[0], str):
+        raise OptionError(f"{where}: {path} has architectures {architectures!r}, expected a list of names of classes.")
     kind = getattr(transformers, name, None)
     if name and kind is None:
         raise OptionError(f"{where}: transformers has no architecture {name!r}.")

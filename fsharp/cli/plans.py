@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fsharp.cli.machine import check_output, parse_mesh, read_machine
@@ -17,6 +16,7 @@ from fsharp.functional.layout.text import align_columns, nbytes_text
 from fsharp.functional.traffic import step_traffic
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.inspect.drawing import check_picture, draw as draw_step
+from fsharp.inspect.files import picture_path, write_file
 from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.presets import EFFICIENCY, GPUS, assumptions_text, axes_by_link
 from fsharp.inspect.tables import table
@@ -151,9 +151,9 @@ def schedule(
     if policy not in POLICIES:
         raise OptionError(f"schedule: policy is {policy!r}, expected one of {', '.join(map(repr, POLICIES))}.")
     gpu = gpu.upper()
-    if draw:
-        check_output("schedule: draw", draw)
-        check_picture("--draw", draw)
+    draw = _checked_picture_path("schedule: draw", draw)
+    if not strategy:
+        raise OptionError(f"schedule: strategy is '', expected one of {', '.join([*FLAT_STRATEGIES, *HYBRID_STRATEGIES])}.")
     found, axes, layouts = _plan_layouts("schedule", model, mesh, strategy, units, compute, main)
     _check_microbatches("schedule", found.tree, microbatches, 500_000)
     layout = layouts[strategy]
@@ -241,11 +241,9 @@ def tune(
     if isinstance(meshes, int):
         check_number("tune: mesh", meshes, 1, 1_000_000)
     gpu = gpu.upper()
-    for option, path in (("json", json), ("draw", draw)):
-        if path:
-            check_output(f"tune: {option}", path)
-    if draw:
-        check_picture("--draw", draw)
+    if json:
+        check_output("tune: json", json)
+    draw = _checked_picture_path("tune: draw", draw)
     found = find_model("tune", model)
     _check_microbatches("tune", found.tree, microbatches, 50_000)
 
@@ -266,7 +264,7 @@ def tune(
         optimizer_buffers=optimizer_buffers,
     )
     if json:
-        Path(json).write_text(choice.to_json())
+        write_file(json, choice.to_json().encode())
     if draw:
         choice.draw(draw)
     layout = choice.layout
@@ -331,6 +329,16 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
     check_number(f"{where}: tokens", tokens, 1)
     if efficiency is not None and not 0 < efficiency <= 1:
         raise OptionError(f"{where}: efficiency is {efficiency}, expected more than 0 and at most 1.")
+
+
+def _checked_picture_path(option: str, path: str) -> str:
+    """Return the path of a picture, with a suffix, or an empty text for no picture. OptionError if it cannot be written."""
+    if not path:
+        return ""
+    path = picture_path(path)
+    check_output(option, path)
+    check_picture("--draw", path)
+    return path
 
 
 def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: int, efficiency: float | None) -> Hardware:

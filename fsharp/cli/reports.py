@@ -1,5 +1,8 @@
 """The subcommand ``report``."""
 
+import os
+
+from fsharp.cli.machine import check_output
 from fsharp.report.page import report as write_report
 
 
@@ -12,4 +15,6 @@ def report(run_dir: str, /, *, out: str = "") -> str:
         run_dir: folder with the run's checkpoints and log.jsonl.
         out: path of the file; report.html in the folder by default.
     """
+    if out or os.path.isdir(run_dir):
+        check_output("report: out", out or os.path.join(run_dir, "report.html"))
     return f"wrote {write_report(run_dir, out or None)}"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fsharp.errors import OptionError, ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text, seconds_text
+from fsharp.inspect.files import write_figure
 from fsharp.inspect.hardware import Hardware, predict
 from fsharp.inspect.tables import units_by_repeated_name
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds_where
@@ -78,7 +79,7 @@ def draw(
         _draw_lanes(axes, each, lanes, style)
     _draw_memory(all_axes[-1], timelines, names, style)
     _draw_legend(figure, all_axes[-1], has_times, has_codes=any(coded))
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def check_picture(where: str, path: str | PathLike[str]) -> None:

@@ -19,6 +19,7 @@ from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import align_columns, runs_of_alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.inspect.drawing import check_picture
+from fsharp.inspect.files import write_figure
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked, options_checked_on_failure
 
@@ -356,7 +357,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     if any(place[axis] is Partial for place in places.values() for axis in place.axis_order):
         handles, names = [*handles, Patch(color=_INK, alpha=_PALE)], [*names, "pale: a summand on each rank"]
     figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(names)), fontsize=8, frameon=False)
-    figure.savefig(path)
+    write_figure(figure, path)
 
 
 def _padded_numel(unit: UnitLayout) -> int:

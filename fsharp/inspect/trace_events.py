@@ -3,9 +3,9 @@
 import json
 from collections.abc import Iterator
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from fsharp.inspect.files import write_file
 from fsharp.stateful.schedule.ops import STREAMS
 from fsharp.stateful.timing.timeline import Timeline
 from fsharp.type_checks import options_checked
@@ -25,7 +25,7 @@ def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timelin
     events = list(_trace_events(timeline, 1, "predicted" if measured else "step"))
     if measured:
         events += _trace_events(measured, 2, "measured")
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    write_file(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
 
 
 def _trace_events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsharp.inspect.files import write_file
 from fsharp.report.reading import RunLog, read_log
 from fsharp.report.step import html_page
 from fsharp.stateful.schedule.ops import STREAMS
@@ -42,7 +43,7 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     folder = Path(run_dir)
     log = read_log(folder)
     target = folder / "report.html" if path is None else Path(path)
-    target.write_bytes(log_page(log, title=str(folder)).encode("utf-8", "backslashreplace"))  # a path may be no text
+    write_file(target, log_page(log, title=str(folder)).encode("utf-8", "backslashreplace"))  # a path may be no text
     return str(target)
 
 

@@ -9,7 +9,7 @@ import xxhash
 
 from fsharp.checkpoint.formats import torch_archive
 from fsharp.checkpoint.formats.planes import METADATA_KEY, EncodedLeaf, encoded_leaf_from_json
-from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, checked_file_name
+from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifest, TensorRecord, checked_file_name
 from fsharp.checkpoint.shard_file import (
     DIGEST_TABLE_NAME,
     SAVABLE_DTYPES,
@@ -115,6 +115,8 @@ def _record_and_description(storage: Storage, folder: str, name: str) -> tuple[F
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}/{name}: missing.") from error
     found = describe_file(storage, f"{folder}/{path}")
+    if DIGEST_TABLE_NAME in found.tensors and MANIFEST_NAME in storage.list_names(folder):
+        raise CheckpointError(f"{folder}/{name}: this is one of the files of a checkpoint. Pass its folder: {folder}.")
     if DIGEST_TABLE_NAME in found.tensors:
         raise CheckpointError(f"{folder}: this checkpoint is incomplete: it has no manifest.")
     return FileRecord(path, size, None), found

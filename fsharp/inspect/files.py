@@ -1,0 +1,33 @@
+"""Write a file whole, or not at all."""
+
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` to a file. If writing fails, as on a full disk, remove the half-written file, and raise the error."""
+    with Path(path).open("wb") as file:
+        try:
+            file.write(data)
+            file.flush()
+        except BaseException:
+            if os.path.isfile(path):  # neither a pipe nor a device
+                os.remove(os.path.realpath(path))
+            raise
+
+
+def picture_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of a picture's file: ``path``, with the suffix ``.png`` if it has none."""
+    return os.fspath(path) + ".png" * (not Path(path).suffix)
+
+
+def write_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Write a figure of matplotlib to :func:`picture_path`, in the format that the suffix names."""
+    target, data = picture_path(path), io.BytesIO()
+    figure.savefig(data, format=Path(target).suffix[1:].lower())
+    write_file(target, data.getvalue())
