@@ -25,8 +25,8 @@ class StrategyError(FsharpError, ValueError):
     """
 
 
-class OptionError(FsharpError, TypeError):
-    """An option has a value of the wrong type, or a value that is not possible here, such as an unknown word."""
+class OptionError(FsharpError, TypeError, ValueError):
+    """An argument has a value of the wrong type, or a value that is not possible here, such as an unknown word."""
 
 
 class PatternError(FsharpError, ValueError):

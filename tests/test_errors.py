@@ -327,42 +327,42 @@ TRAIN = {
         "rest partial (dp:Partial)",
     ),
     "norm: partial": (lambda: fs.optim.global_norm(partial_sums(), comm=ONLY), TreeError, "rests partial (dp:Partial)"),
-    "clip": (lambda: fs.optim.clip_by_global_norm(0.0), LayoutError, "max_norm is 0.0, expected a positive number"),
-    "ema": (lambda: fs.optim.with_ema(fs.optim.sgd(0.1), decay=1.0), LayoutError, "decay is 1.0, expected a number in [0, 1)"),
-    "ema of updates": (lambda: fs.optim.ema(-0.1), LayoutError, "ema(): decay is -0.1, expected a number in [0, 1)"),
+    "clip": (lambda: fs.optim.clip_by_global_norm(0.0), OptionError, "max_norm is 0.0, expected a positive number"),
+    "ema": (lambda: fs.optim.with_ema(fs.optim.sgd(0.1), decay=1.0), OptionError, "decay is 1.0, expected a number in [0, 1)"),
+    "ema of updates": (lambda: fs.optim.ema(-0.1), OptionError, "ema(): decay is -0.1, expected a number in [0, 1)"),
     "apply_if_finite": (
         lambda: fs.optim.apply_if_finite(fs.optim.sgd(1), -1),
-        LayoutError,
+        OptionError,
         "max_consecutive_errors is -1, expected a whole number from 0",
     ),
     "MultiSteps": (
         lambda: fs.optim.MultiSteps(fs.optim.sgd(1), 0),
-        LayoutError,
+        OptionError,
         "every_k_schedule is 0, expected a positive whole number",
     ),
     "inject_hyperparams: unknown": (
         lambda: fs.optim.inject_hyperparams(fs.optim.scale, static_args="lr"),
-        TreeError,
+        OptionError,
         "static_args names 'lr', expected some of ['step_size']",
     ),
     "inject_hyperparams: unnamed": (
         lambda: fs.optim.inject_hyperparams(fs.optim.chain),
-        TreeError,
+        OptionError,
         "the factory takes '*transforms: Any', expected arguments with names",
     ),
-    "cosine": (lambda: fs.optim.cosine_decay_schedule(1.0, 0), LayoutError, "decay_steps is 0, expected a positive number"),
+    "cosine": (lambda: fs.optim.cosine_decay_schedule(1.0, 0), OptionError, "decay_steps is 0, expected a positive number"),
     "warmup, cosine": (
         lambda: fs.optim.warmup_cosine_decay_schedule(0.0, 1.0, 5, 5),
-        LayoutError,
+        OptionError,
         "decay_steps is 5, expected more than warmup_steps, 5",
     ),
-    "linear": (lambda: fs.optim.linear_schedule(0.0, 1.0, 5, -1), LayoutError, "transition_begin is -1, expected 0 or more"),
+    "linear": (lambda: fs.optim.linear_schedule(0.0, 1.0, 5, -1), OptionError, "transition_begin is -1, expected 0 or more"),
     "join": (
         lambda: fs.optim.join_schedules([fs.optim.constant_schedule(1.0)], [3]),
-        LayoutError,
+        OptionError,
         "got 1 boundaries for 1 schedules, expected one boundary less",
     ),
-    "chain": (lambda: fs.optim.chain(), TreeError, "chain(): got no transformation"),
+    "chain": (lambda: fs.optim.chain(), OptionError, "chain(): got no transformation"),
     "masked": (lambda: state(fs.optim.masked(fs.optim.sgd(1), "x")), PatternError, "masked(): the pattern 'x' matches nothing"),
     "decay per path": (
         lambda: fs.update(fs.optim.sgd(1, weight_decay={"b": 0.0}), grads_of(state()), state(), comm=ONLY),
@@ -382,7 +382,7 @@ TRAIN = {
     ),
     "partition by patterns": (
         lambda: state(fs.optim.partition({"default": fs.optim.sgd(1)}, {"**": "default", "w": "matrix"})),
-        LayoutError,
+        OptionError,
         "no transformation for the label 'matrix'",
     ),
     "partition: a tree": (
@@ -397,7 +397,7 @@ TRAIN = {
     ),
     "partition": (
         lambda: state(fs.optim.partition({"default": fs.optim.sgd(1)}), labels={"w": "matrix"}),
-        LayoutError,
+        OptionError,
         "no transformation for the label 'matrix'.\n  labels           ['default', 'matrix']\n  transformations  ['default']",
     ),
 }
@@ -439,5 +439,7 @@ def test_refused_with_the_value_at_fault(name):
 
 def test_errors_are_also_python_errors():
     assert issubclass(LayoutError, ValueError)
+    assert issubclass(OptionError, TypeError)
+    assert issubclass(OptionError, ValueError)
     assert issubclass(TreeError, TypeError)
     assert all(issubclass(getattr(fs.errors, name), FsharpError) for name in dir(fs.errors) if name.endswith("Error"))

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import OptionError
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import MeshPlacement
@@ -42,10 +42,10 @@ def step_traffic(
         A Counter of :class:`~fsharp.collectives.Call`.
 
     Raises:
-        LayoutError: ``microbatches`` is below 1, or a number in ``uses`` is negative.
+        OptionError: ``microbatches`` is below 1, or a number in ``uses`` is negative.
     """
     if microbatches < 1 or any(number < 0 for number in uses.values()):
-        raise LayoutError(
+        raise OptionError(
             f"step_traffic(): microbatches is {microbatches} and uses is {dict(uses)}, expected at least one microbatch, and "
             "no negative number of uses."
         )

@@ -50,9 +50,8 @@ def draw(
         measured: a second timeline, drawn beneath the first one on a common axis.
 
     Raises:
-        ScheduleError: matplotlib is missing; ``hardware`` is given for a timeline; or ``measured`` is given for a schedule
-            without ``hardware``.
-        OptionError: matplotlib does not know the suffix of ``path``.
+        ScheduleError: ``hardware`` is given for a timeline, or ``measured`` for a schedule without ``hardware``.
+        OptionError: matplotlib is missing, or does not know the suffix of ``path``.
     """
     check_picture("draw()", path)
     from matplotlib.figure import Figure
@@ -83,12 +82,12 @@ def draw(
 
 
 def check_picture(where: str, path: str | PathLike[str]) -> None:
-    """Raise a ScheduleError if matplotlib is missing, and an OptionError if it does not know the suffix of ``path``."""
+    """Raise an OptionError if matplotlib is missing, or does not know the suffix of ``path``."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure  # noqa: F401
     except ImportError as error:
-        raise ScheduleError(f"{where}: matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
+        raise OptionError(f"{where}: matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
     suffix, known = Path(path).suffix[1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if suffix and suffix not in known:
         what = f"Format {suffix!r} is not supported (supported formats: {', '.join(sorted(known))})"

@@ -10,7 +10,7 @@ from os import PathLike
 
 import torch
 
-from fsharp.errors import LayoutError, problem
+from fsharp.errors import LayoutError, OptionError, problem
 from fsharp.functional.formats.format import tensor_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -272,12 +272,11 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
         columns. The ``spec`` of a leaf is None if ranks hold runs of elements that no ``P(...)`` describes.
 
     Raises:
-        LayoutError: ``layout`` is not a Layout, or the place is unknown. ``[path]`` raises a LayoutError without such a leaf.
+        OptionError: ``layout`` is not a Layout.
+        LayoutError: the place is unknown. ``[path]`` raises a LayoutError without such a leaf.
 
     Cost: time grows with the number of leaves; for texts also with the number of ranks.
     """
-    if not isinstance(layout, Layout):
-        raise LayoutError(f"sharding(): got {type(layout).__name__}, expected the Layout that plan() has returned.")
     return TreeSharding(layout, place)
 
 
@@ -320,9 +319,9 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         unit: name of the unit; None means the unit with most parameters.
 
     Raises:
-        LayoutError: the layout has no unit of this name, the unit has no parameters, or the mesh has more than 64 ranks.
-        ScheduleError: matplotlib is missing.
-        OptionError: matplotlib does not know the suffix of ``path``.
+        LayoutError: the layout has no unit of this name.
+        OptionError: the unit has no parameters, or the mesh has more than 64 ranks.
+        OptionError: matplotlib is missing, or does not know the suffix of ``path``.
     """
     check_picture("draw_sharding()", path)
     from matplotlib.figure import Figure
@@ -332,9 +331,9 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     chosen = max(layout.units, key=_padded_numel) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:
-        raise LayoutError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer ranks.")
+        raise OptionError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer ranks.")
     if not _padded_numel(chosen):
-        raise LayoutError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
+        raise OptionError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
     figure = Figure(figsize=(_WIDTH_IN, 1.7 + _ROW_IN * size), dpi=_DPI, layout="constrained")
     figure.suptitle(f"{chosen.name or '(root)'} on {layout.mesh}", fontsize=11, color=_INK)
     strategy = chosen.strategy

@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any, Literal, TypeVar, cast
 
 from fsharp.distributed.process_group import ProcessGroupComm
-from fsharp.errors import LayoutError, problem
+from fsharp.errors import LayoutError, OptionError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.tree.paths import innermost_prefix, select_paths
 from fsharp.stateful.schedule.compile import compile_schedule
@@ -72,14 +72,15 @@ def plan_step(
         is_module: whether the parameters are those of a sharded module, which with ``offload`` keeps its main copies.
 
     Raises:
-        LayoutError: ``order`` lacks a unit, patterns select a unit twice, or ``microbatches`` is less than 1.
+        LayoutError: ``order`` lacks a unit, or patterns select a unit twice.
+        OptionError: ``microbatches`` is less than 1.
         PatternError: a pattern matches no unit.
         ScheduleError: even the schedule with the least memory exceeds ``policy.memory_budget``.
 
     Cost: about 2.5 ms for each unit and microbatch.
     """
     if microbatches < 1:
-        raise LayoutError(f"plan_step(): microbatches is {microbatches}, expected at least 1.")
+        raise OptionError(f"plan_step(): microbatches is {microbatches}, expected at least 1.")
     if policy.separate_groups is None:
         policy = replace(policy, separate_groups=backend == "gloo")
     # The transport says how much scratch a reduction needs, from the mesh alone. A layout has a mesh as a Comm has.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import OptionError
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_batches, make_params
 from tests.scheduling import ON_TWO_AXES, every
@@ -74,7 +74,7 @@ def test_traffic_in_numbers():
 
 @pytest.mark.parametrize("options", [{"microbatches": 0}, {"uses": {"w": -1}}], ids=str)
 def test_traffic_of_no_step_is_refused(options):
-    with pytest.raises(LayoutError, match=r"microbatches is [01] and uses is \{.*expected at least one microbatch"):
+    with pytest.raises(OptionError, match=r"microbatches is [01] and uses is \{.*expected at least one microbatch"):
         fs.inspect.step_traffic(fs.plan({"w": torch.zeros(24)}, MESHES[1], fs.zero3("dp")), **options)
 
 

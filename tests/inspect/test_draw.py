@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import ScheduleError
+from fsharp.errors import OptionError, ScheduleError
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.inspect.drawing import (
     _boxes_to_draw,
@@ -150,7 +150,7 @@ def test_op_order_shows_the_window_in_which_a_collective_can_hide():
 
 def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ScheduleError, match=r"pip install 'fsharp\[train\]'"):
+    with pytest.raises(OptionError, match=r"pip install 'fsharp\[train\]'"):
         draw(BY_HAND, tmp_path / "step.png")
 
 

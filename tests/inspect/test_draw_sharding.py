@@ -61,7 +61,7 @@ def test_the_legend_says_what_grey_and_pale_mean(tmp_path, monkeypatch):
     ],
 )
 def test_refused(tmp_path, layout, unit, text):
-    with pytest.raises(LayoutError, match=text):
+    with pytest.raises((LayoutError, OptionError), match=text):
         fs.inspect.draw_sharding(layout, tmp_path / "x.png", unit=unit)
 
 

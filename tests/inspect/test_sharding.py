@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import fsharp as fs
-from fsharp.errors import LayoutError, MeshError
+from fsharp.errors import LayoutError, MeshError, OptionError
 from fsharp.functional.layout.plan import find_tie_owners
 from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.testing.generate import cases
@@ -200,5 +200,5 @@ def test_refused():
         fs.inspect.sharding(layout, "gradients")
     with pytest.raises(MeshError, match="rank 2 is outside"):
         fs.inspect.sharding(layout)["embed"].elements(2)
-    with pytest.raises(LayoutError, match="got dict, expected the Layout that plan"):
+    with pytest.raises(OptionError, match=r"layout is \{.*expected a Layout, such as fs.plan\("):
         fs.inspect.sharding(gpt())

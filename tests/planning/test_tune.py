@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import fsharp as fs
 from benchmarks.memory import StorageTracker
-from fsharp.errors import LayoutError, PatternError, ScheduleError
+from fsharp.errors import LayoutError, OptionError, PatternError, ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.planning.choice import Candidate, StepArguments, sort_candidates
 from fsharp.planning.plan_step import uses_in_order
@@ -278,7 +278,7 @@ def test_strategies_that_a_format_does_not_fit_lose_with_the_reason():
 
 
 def test_steps_that_no_layout_has_are_refused():
-    with pytest.raises(LayoutError, match="microbatches is 0, expected at least 1"):
+    with pytest.raises(OptionError, match="microbatches is 0, expected at least 1"):
         plan_step(fs.plan(make_params(), DP, fs.zero3("dp")), microbatches=0)
     layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
     with pytest.raises(LayoutError, match="order has unit 'tail', and the layout has no such unit"):

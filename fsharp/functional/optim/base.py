@@ -298,11 +298,11 @@ def chain(*transforms: Any) -> Transform:
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
 
-    Raises TreeError if there is no transformation.
+    Raises OptionError if there is no transformation.
     """
     txs = tuple(map(as_transform, transforms))
     if not txs:
-        raise TreeError("chain(): got no transformation, expected at least one.")
+        raise OptionError("chain(): got no transformation, expected at least one.")
 
     def init(params: Any, /, *, comm: Comm | None = None) -> Any:
         return tuple(tx.init(params, comm=comm) for tx in txs)

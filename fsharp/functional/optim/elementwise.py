@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import LayoutError, OptionError, TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, exact_texts, value_per_leaf
@@ -134,7 +134,7 @@ def adamw(
         A transformation with :class:`AdamState`. Memory: two values of state for each parameter, sharded as optimizer state.
 
     Raises:
-        LayoutError: ``b1`` or ``b2`` is outside of [0, 1).
+        OptionError: ``b1`` or ``b2`` is outside of [0, 1).
         PatternError: in ``init``: a pattern matches no leaf, or no pattern matches a leaf.
 
     For ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use ``fs.optim.from_optax(optax.adamw(...))``.
@@ -255,7 +255,7 @@ def lion(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
-        LayoutError: ``b1`` or ``b2`` is outside of [0, 1).
+        OptionError: ``b1`` or ``b2`` is outside of [0, 1).
         PatternError: in ``init``: a pattern matches no leaf, or no pattern matches a leaf.
 
     For ``mu_dtype`` of optax use ``fs.optim.from_optax(optax.lion(...))``.
@@ -303,7 +303,7 @@ def _in_place_transform(
     """
     for key in {"b1", "b2"} & settings.keys():
         if not 0 <= settings[key] < 1:
-            raise LayoutError(f"{name}(): {key} is {settings[key]!r}, expected a number in [0, 1).")
+            raise OptionError(f"{name}(): {key} is {settings[key]!r}, expected a number in [0, 1).")
 
     def checked_init(params: Any, /) -> Any:
         numbers_per_leaf(params, lr_scale=lr_scale, weight_decay=weight_decay)

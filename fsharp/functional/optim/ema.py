@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import OptionError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import (
     InnerUpdate,
@@ -37,7 +37,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
         debias: return ``e / (1 - decay^t)`` in update ``t``, in place of ``e``.
 
     Raises:
-        LayoutError: ``decay`` is outside of [0, 1).
+        OptionError: ``decay`` is outside of [0, 1).
 
     The state is :class:`EmaState`: one value for each parameter, in the dtype of parameters. For ``accumulator_dtype`` of optax
     use ``fs.optim.from_optax(optax.ema(...))``.
@@ -74,7 +74,7 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
         one value of state for each parameter, beside the state of ``tx``.
 
     Raises:
-        LayoutError: ``decay`` is outside of [0, 1).
+        OptionError: ``decay`` is outside of [0, 1).
     """
     _check_decay("with_ema()", decay)
     inner = as_transform(tx)
@@ -94,4 +94,4 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
 
 def _check_decay(where: str, decay: float) -> None:
     if not 0 <= decay < 1:
-        raise LayoutError(f"{where}: decay is {decay!r}, expected a number in [0, 1).")
+        raise OptionError(f"{where}: decay is {decay!r}, expected a number in [0, 1).")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NamedTuple
 
-from fsharp.errors import TreeError, problem
+from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import (
@@ -58,7 +58,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
         :class:`InjectHyperparamsState`.
 
     Raises:
-        TreeError: the factory lacks a static argument, or has ``*args``, ``**kwargs`` or positional-only arguments.
+        OptionError: the factory lacks a static argument, or has ``*args``, ``**kwargs`` or positional-only arguments.
         TreeError: in ``update``: a hyper-parameter is missing, unknown or not a number.
         AgreementError: in ``update``, on all ranks: a hyper-parameter differs between ranks.
 
@@ -67,13 +67,13 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     if unknown := sorted(static - set(signature.parameters)):
-        raise TreeError(
+        raise OptionError(
             f"inject_hyperparams(): static_args names {unknown[0]!r}, expected some of {list(signature.parameters)}, the "
             "arguments of the factory."
         )
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TreeError(
+            raise OptionError(
                 f"inject_hyperparams(): the factory takes {str(parameter)!r}, expected arguments with names, under "
                 "which the state holds numbers. Pass a function with named arguments."
             )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import LayoutError, TreeError
+from fsharp.errors import OptionError, TreeError
 from fsharp.functional.comm.agree import max_over_ranks
 from fsharp.functional.comm.checked_units import checked_units_of
 from fsharp.functional.comm.collectives import all_reduce
@@ -161,10 +161,10 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         :func:`~fsharp.optim.apply_if_finite`.
 
     Raises:
-        LayoutError: ``max_norm`` is not positive.
+        OptionError: ``max_norm`` is not positive.
     """
     if not max_norm > 0:
-        raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")
+        raise OptionError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")
 
     def init(params: Any, /) -> ClipState:
         return ClipState(torch.zeros((), dtype=_norm_dtype(params)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fsharp.errors import LayoutError, PatternError, problem
+from fsharp.errors import OptionError, PatternError, problem
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, merge, units_of
@@ -45,7 +45,7 @@ def partition(
         A transformation with :class:`PartitionState`.
 
     Raises:
-        LayoutError: in ``init``: a label has no transformation.
+        OptionError: in ``init``: a label has no transformation.
         PatternError: in ``init``: a pattern matches no leaf, no pattern matches a leaf, or a label is not a string.
 
     Cost: with labels from ``plan`` each transformation has state for its own leaves alone. With ``param_labels`` each has state
@@ -84,7 +84,7 @@ def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
     if missing := sorted(labels - set(txs)):
         facts = [("labels", sorted(labels)), ("transformations", sorted(txs))]
         remedy = "Add a transformation for this label, or change the labels: plan(labels=...), or param_labels."
-        raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts, remedy))
+        raise OptionError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts, remedy))
 
 
 def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:

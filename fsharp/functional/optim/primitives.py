@@ -71,7 +71,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule) -> Transform:
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Return a transformation that replaces gradients by ``m' / (sqrt(v') + eps)``: Adam's update before ``-learning_rate``.
 
-    Kernel and state are those of :func:`~fsharp.optim.adamw`. Raises LayoutError if ``b1`` or ``b2`` is outside of [0, 1). For
+    Kernel and state are those of :func:`~fsharp.optim.adamw`. Raises OptionError if ``b1`` or ``b2`` is outside of [0, 1). For
     ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax use ``fs.optim.from_optax(optax.scale_by_adam(...))``.
     """
     tx = adam(-1.0, b1, b2, eps)

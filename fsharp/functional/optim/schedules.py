@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import OptionError
 from fsharp.type_checks import options_checked
 
 Schedule = Callable[[Any], Any]
@@ -47,7 +47,7 @@ class linear_schedule:
         transition_begin: number of updates before the value begins to change.
 
     Raises:
-        LayoutError: ``transition_begin`` is negative.
+        OptionError: ``transition_begin`` is negative.
 
     >>> rate = linear_schedule(0.0, 1.0, 4, transition_begin=1)
     >>> [rate(count) for count in range(7)]
@@ -61,7 +61,7 @@ class linear_schedule:
 
     def __post_init__(self) -> None:
         if self.transition_begin < 0:
-            raise LayoutError(f"linear_schedule(): transition_begin is {self.transition_begin!r}, expected 0 or more.")
+            raise OptionError(f"linear_schedule(): transition_begin is {self.transition_begin!r}, expected 0 or more.")
 
     def __call__(self, count: Any) -> Any:
         """Return the value after ``count`` updates."""
@@ -78,7 +78,7 @@ class cosine_decay_schedule:
 
     Args:
         init_value: value at the start.
-        decay_steps: number of updates until the end. A LayoutError is raised unless this number is positive.
+        decay_steps: number of updates until the end. An OptionError is raised unless this number is positive.
         alpha: fraction of ``init_value`` that is left at the end.
         exponent: power to which the cosine factor is raised; the factor falls from 1 to 0.
 
@@ -94,7 +94,7 @@ class cosine_decay_schedule:
 
     def __post_init__(self) -> None:
         if not self.decay_steps > 0:
-            raise LayoutError(f"cosine_decay_schedule(): decay_steps is {self.decay_steps!r}, expected a positive number.")
+            raise OptionError(f"cosine_decay_schedule(): decay_steps is {self.decay_steps!r}, expected a positive number.")
 
     def __call__(self, count: Any) -> Any:
         """Return the value after ``count`` updates."""
@@ -110,7 +110,7 @@ class join_schedules:
 
     Args:
         schedules: the schedules.
-        boundaries: numbers of updates after which the second, the third and each later schedule begins. A LayoutError is
+        boundaries: numbers of updates after which the second, the third and each later schedule begins. An OptionError is
             raised unless there is one boundary less than schedules.
 
     >>> rate = join_schedules([constant_schedule(1.0), linear_schedule(0.5, 0.0, 2)], [2])
@@ -123,7 +123,7 @@ class join_schedules:
 
     def __post_init__(self) -> None:
         if len(self.boundaries) != len(self.schedules) - 1:
-            raise LayoutError(
+            raise OptionError(
                 f"join_schedules(): got {len(self.boundaries)} boundaries for {len(self.schedules)} schedules, expected one "
                 "boundary less than schedules."
             )
@@ -149,8 +149,8 @@ def warmup_cosine_decay_schedule(
         init_value: value at the start.
         peak_value: value at the end of the warm-up. After a peak of 0 the value stays 0, whatever ``end_value`` is.
         warmup_steps: number of updates of the warm-up.
-        decay_steps: number of updates until ``end_value``, with the warm-up. A LayoutError is raised unless this number is more
-            than ``warmup_steps``.
+        decay_steps: number of updates until ``end_value``, with the warm-up. An OptionError is raised unless this number is
+            more than ``warmup_steps``.
         end_value: value after ``decay_steps`` updates.
         exponent: power to which the cosine factor is raised; the factor falls from 1 to 0.
 
@@ -159,7 +159,7 @@ def warmup_cosine_decay_schedule(
     [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
     if not decay_steps > warmup_steps:
-        raise LayoutError(
+        raise OptionError(
             f"warmup_cosine_decay_schedule(): decay_steps is {decay_steps!r}, expected more than warmup_steps, "
             f"{warmup_steps!r}: the warm-up is part of decay_steps."
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import OptionError
 from fsharp.functional.comm.agree import agree, check_on_all_ranks, max_over_ranks
 from fsharp.functional.comm.equal_values import exact_text
 from fsharp.functional.comm.protocol import Comm
@@ -55,14 +55,14 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
         A transformation with :class:`ApplyIfFiniteState`.
 
     Raises:
-        LayoutError: ``max_consecutive_errors`` is negative.
+        OptionError: ``max_consecutive_errors`` is negative.
         AgreementError: in ``update``, on all ranks: ranks have counted different numbers of skipped updates.
 
     Cost: one pass over the gradients, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. Before a
     skipped update ranks compare their counts: 40 bytes for each axis.
     """
     if max_consecutive_errors < 0:
-        raise LayoutError(
+        raise OptionError(
             f"apply_if_finite(): max_consecutive_errors is {max_consecutive_errors!r}, expected a whole number from 0."
         )
     tx = as_transform(inner)
@@ -136,7 +136,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         if ``state.mini_step == 0``. For optax's ``should_skip_update_fn`` wrap the result in :func:`apply_if_finite`.
 
     Raises:
-        LayoutError: ``k`` is not a positive whole number.
+        OptionError: ``k`` is not a positive whole number.
         AgreementError: in ``update``, on all ranks: ranks have a different ``k``, or have accumulated different numbers of
             gradients.
 
@@ -148,7 +148,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
     def steps(gradient_step: int) -> int:
         k = every_k_schedule(gradient_step) if callable(every_k_schedule) else every_k_schedule
         if not hasattr(k, "__int__") or k % 1 != 0 or k < 1:
-            raise LayoutError(f"MultiSteps(): every_k_schedule is {k!r}, expected a positive whole number.")
+            raise OptionError(f"MultiSteps(): every_k_schedule is {k!r}, expected a positive whole number.")
         return int(k)
 
     steps(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import FsharpError, LayoutError, OptionError, TreeError
+from fsharp.errors import FsharpError, OptionError, TreeError
 from tests.ranks import on_ranks
 
 TREE = {"w": torch.linspace(-1, 1, 34).view(17, 2), "b": torch.ones(5), "scale": torch.tensor(2.0), "none": torch.ones(0, 3)}
@@ -127,7 +127,7 @@ def test_functions_that_return_no_number_are_refused_on_all_ranks(comm, case):
 @on_ranks(fs.Mesh({"dp": 2}))
 def test_a_label_without_a_transformation_is_refused_on_all_ranks(comm):
     with pytest.raises(
-        LayoutError, match=r"no transformation for the label 'other'.\n  labels           \['other', 'rest', 'w'\]"
+        OptionError, match=r"no transformation for the label 'other'.\n  labels           \['other', 'rest', 'w'\]"
     ):
         train(comm, fs.optim.partition(TXS, {**LABELS, "b": "other"}))
 

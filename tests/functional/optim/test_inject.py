@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import AgreementError, LayoutError, TreeError
+from fsharp.errors import AgreementError, OptionError, TreeError
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
 from tests.ranks import on_ranks
@@ -129,7 +129,7 @@ def test_what_is_no_hyper_parameter_is_refused(wrong, error, text):
 @on_ranks(DP)
 def test_a_number_that_the_factory_refuses_is_refused_on_all_ranks(comm):
     tx = fs.optim.inject_hyperparams(fs.optim.clip_by_global_norm)(1.0)
-    with pytest.raises(LayoutError, match=r"max_norm is 0.0, expected a positive number"):
+    with pytest.raises(OptionError, match=r"max_norm is 0.0, expected a positive number"):
         train(comm, tx, lambda step, opt: opt.hyperparams.update(max_norm=0.0))
 
 
