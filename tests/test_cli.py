@@ -977,6 +977,13 @@ def test_a_wrong_command_line_has_status_2_and_one_line(argv, words, capsys):
     assert len(err) < 260
 
 
+def test_a_terminal_without_frames_gets_no_line_of_dashes(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(SystemExit):
+        main(["ckpt", "diff", "a"])
+    assert capsys.readouterr().err.startswith("error: Missing from fsharp ckpt diff: SECOND the checkpoint")
+
+
 def test_without_tyro_the_command_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert run(capsys, "doctor") == (1, [], "error: the command needs tyro: pip install 'fsharp[cli]'\n")

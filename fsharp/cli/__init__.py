@@ -101,7 +101,7 @@ def _line_of_box(box: str) -> str:
     """Return the text in a box that tyro prints as one short line, without frame and footer. ``". "`` joins paragraphs."""
     box = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [re.sub(r"^[\s\u2500-\u257f|+]+|[\s\u2500-\u257f|+]+$", "", line) for line in box.splitlines()[1:-1]]
-    parts = [" ".join(part.split()) for part in re.split(r"\n-*\n", "\n".join(lines))]
+    parts = [" ".join(part.split()) for part in re.split(r"(?:^|\n)-*\n", "\n".join(lines))]
     parts = [part.removeprefix("Error ") for part in parts if part and not part.startswith("For full helptext")]
     return textwrap.shorten(". ".join(part.rstrip(".") for part in parts), _MAX_LINE, placeholder=" ...")
 
