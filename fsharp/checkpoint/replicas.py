@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
+import optree
 import torch
 
 from fsharp.checkpoint.catalog import (
@@ -23,7 +24,7 @@ from fsharp.checkpoint.catalog import (
     save_id_from_clock,
     time_in_save_id,
 )
-from fsharp.checkpoint.entries import TreeContents, contents_of, with_state_dicts
+from fsharp.checkpoint.entries import TreeContents, contents_of, is_node_saved_as_leaf, with_state_dicts
 from fsharp.checkpoint.loading import (
     load_checkpoint_at,
     load_or_collect_damage,
@@ -205,8 +206,18 @@ class Replicas(BackgroundSaver):
 
     @api_boundary
     def refresh_nbytes(self, tree: Any) -> RefreshNbytes:
-        """Return the exact bytes that this rank would send and keep in :meth:`refresh` of ``tree``. Needs no other rank."""
-        return self._refresh_nbytes_of(contents_of("refresh_nbytes()", with_state_dicts(tree), self._comm))
+        """Return the exact bytes that this rank would send and keep in :meth:`refresh` of ``tree``. Needs no other rank.
+
+        Memory: for a ShardedOptimizer of an optimizer class its state once more, until the call returns.
+        """
+
+        def like_state_dict(leaf: Any) -> Any:
+            if not hasattr(leaf, "state_template"):
+                return with_state_dicts(leaf)
+            return leaf.state_template(lambda name: any(name == f"state.{each.path}" for each in leaf.state))
+
+        like = optree.tree_map(like_state_dict, tree, is_leaf=is_node_saved_as_leaf)
+        return self._refresh_nbytes_of(contents_of("refresh_nbytes()", like, self._comm))
 
     def _refresh_nbytes_of(self, contents: TreeContents) -> RefreshNbytes:
         rank = self._comm.rank

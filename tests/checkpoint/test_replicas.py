@@ -122,6 +122,32 @@ def test_training_goes_on_as_if_nothing_had_been(tmp_path):
         assert all(same(a, b) for a, b in zip(alone, processes(FOUR, go_on), strict=True))
 
 
+def test_one_rank_alone_predicts_the_bytes_of_an_optimizer(tmp_path):
+    """The prediction of rank 0 waited for the other ranks."""
+    root = str(tmp_path)
+
+    def run(comm):
+        model = fs.shard_module(
+            torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1)), mesh=comm, strategy=fs.zero3("dp")
+        )
+        tree = {"model": model, "optimizer": fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2), "seen": 3}
+        found = []
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm, copies=1, domain_size=1) as replicas:
+            for step in range(2):
+                predicted = replicas.refresh_nbytes(tree) if comm.rank == step else None
+                replicas.refresh(tree, step=step)
+                replicas.wait()
+                (folder,) = (each for each in os.scandir(host(root, comm.rank)) if each.name.startswith("step-"))
+                held = sum(each.stat().st_size for each in os.scandir(folder) if each.name != MANIFEST_NAME)
+                found.append(predicted is None or predicted.held == held)
+                model(torch.ones(2, 5)).sum().backward()
+                tree["optimizer"].step()
+                tree["optimizer"].zero_grad()
+        return found
+
+    assert processes(fs.Mesh({"dp": 2}), run) == [[True, True]] * 2
+
+
 def test_bytes_are_those_that_were_predicted_and_no_more_are_restored(tmp_path):
     root = str(tmp_path)
 
