@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -20,16 +20,20 @@ from fsharp.checkpoint.retention import Retention, remove_checkpoints
 from fsharp.checkpoint.saving import Snapshot, agree_and_make_folder, run_converting_os_errors, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
+from fsharp.distributed import generations
 from fsharp.distributed.job import callbacks_before_leaving
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.distributed.worker_threads import Outcome, Worker
-from fsharp.errors import CheckpointError, log as _log
+from fsharp.errors import AgreementError, CheckpointError, CommError, log as _log
 from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked
 
+_POLL_INTERVAL_S = 0.5
+_ENDS_WITHIN_S = 10.0
+"""Seconds for a save under way to end on this rank, once another rank has failed."""
 _busy_savers: "set[BackgroundSaver]" = set()  # Savers with a save under way, kept alive so that their errors are reported
 os.register_at_fork(after_in_child=_busy_savers.clear)  # a child has no threads of its parent
 
@@ -47,6 +51,7 @@ class BackgroundSaver:
         self._comm, self._own, self._name = comm, own, name
         self._worker = Worker(name) if background and (own is not comm or comm.mesh.size == 1) else None
         self._under_way: Outcome | None = None
+        self._folder_under_way = ""
         self._staged: list[torch.Tensor] = []
         self._staged_as: list[StoredTensor] = []
         self._lock = threading.RLock()  # held by calls that several threads may make
@@ -68,7 +73,7 @@ class BackgroundSaver:
         snapshot.contents.release()
         outcome = Outcome()
         self._worker.submit(lambda: self._run_job(job, snapshot), outcome)
-        self._under_way = outcome
+        self._under_way, self._folder_under_way = outcome, snapshot.folder
         _busy_savers.add(self)
 
     def _run_job(self, job: Callable[[Snapshot], Any], snapshot: Snapshot) -> Any:
@@ -109,10 +114,15 @@ class BackgroundSaver:
 
     @api_boundary
     def wait(self) -> None:
-        """Wait until the save under way has ended. Raises CheckpointError if it has failed, or in a forked process."""
+        """Wait until the save under way has ended. Raises CheckpointError if it has failed, or in a forked process.
+
+        If the disk of one rank hangs, all ranks raise a CheckpointError after the time limit of ``connect(timeout=)``. On one
+        rank the wait has no limit.
+        """
         if self._under_way is not None:
             self._refuse_forked_process()
         with self._lock:
+            self.wait_for_thread()
             try:
                 if self._under_way is not None:
                     self._under_way.take_result()
@@ -120,6 +130,24 @@ class BackgroundSaver:
                 self._release_save()
                 raise self._save_error(error) from error
             self._release_save()  # an interrupted wait keeps it: the thread still reads this memory
+
+    def wait_for_thread(self) -> None:
+        """Wait until the thread has ended the save under way, well or not.
+
+        Raises CheckpointError if another rank has failed, and the save does not end on this rank within ten seconds. The thread
+        still reads the copies of values then, so no later save uses their memory.
+        """
+        outcome = self._under_way
+        while outcome is not None and not outcome.is_done(_POLL_INTERVAL_S):
+            try:
+                if isinstance(self._own, ProcessGroupComm):
+                    self._own.watch.raise_if_failed_on_any_rank()
+            except (AgreementError, CommError) as error:
+                if not outcome.is_done(_ENDS_WITHIN_S):
+                    raise CheckpointError(
+                        f"{self._folder_under_way} is not saved: this rank still writes its file, and the {self._name} has "
+                        f"failed on another rank: {error}"
+                    ) from error
 
     def _refuse_forked_process(self) -> None:
         if self._worker is not None and os.getpid() != self._pid:  # a fork copies no thread
@@ -279,8 +307,15 @@ def _clean_root_and_try_write(root: str, comm: Comm) -> None:
 
 def _wait_for_all_saves() -> None:
     """Wait for the saves of all Savers. An error is kept for the next call of its Saver."""
+    is_rejoining = generations.why_generation_ended() is not None
     for each in list(_busy_savers):
-        each.failure(threading.TIMEOUT_MAX)
+        if is_rejoining:
+            each.failure(
+                threading.TIMEOUT_MAX
+            )  # the launcher ends a process that hangs, and the next generation uses the thread
+            continue
+        with suppress(CheckpointError):
+            each.wait_for_thread()
 
 
 callbacks_before_leaving.append(_wait_for_all_saves)

@@ -309,6 +309,12 @@ class CommWatch:
                 self.error.add_note(_HOW_TO_GO_ON)
             raise self.error.with_traceback(None)  # without the frames of an earlier raise
 
+    def raise_if_failed_on_any_rank(self) -> None:
+        """Raise the Comm's error, if a collective has failed on this rank, or another rank has reported a failure."""
+        if self.error is None and (failed := self._failure_text()) is not None:
+            self._set_error_and_abort(AgreementError(failed))
+        self.raise_if_failed()
+
     def refuse_calls(self, error: Exception) -> None:
         """Let all further collectives of the Comm raise ``error``."""
         self.error = error

@@ -1,6 +1,7 @@
 """Checkpoints in the background: what is saved is what was there, a failure is heard of, and the last ones stay."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -342,6 +343,30 @@ def test_a_slow_disk_of_one_rank_and_a_slow_step_of_another_are_waited_for(tmp_p
 
     assert processes(fs.Mesh({"dp": 2}), run) == [2.0] * 2
     assert fs.checkpoint.latest(tmp_path).step == 1
+
+
+def test_a_disk_that_hangs_on_one_rank_is_an_error_on_all_ranks(tmp_path):
+    """Rank 1 waited for its own disk, without a limit, also when it left the job."""
+
+    def run(comm):
+        saver = fs.checkpoint.Saver(tmp_path, comm)
+        saver._own.watch.limit_s = 2.0
+        saver_module._ENDS_WITHIN_S = 1.0
+        if comm.rank == 1:
+            saver_module.write_snapshot = lambda *_: time.sleep(300)
+        saver.save(sharded(comm), step=7)
+        with pytest.raises(CheckpointError) as caught:
+            saver.wait()
+        if comm.rank == 1:
+            with pytest.raises(CheckpointError, match="is not saved"):
+                saver.wait()
+        fs.destroy()
+        saver._release_save()  # or this process exits with status 1
+        return str(caught.value)
+
+    zero, one = processes(fs.Mesh({"dp": 2}), run)
+    assert "rank 1 did not come to" in zero
+    assert re.search(r"step-0000000007-\w+ is not saved: this rank still writes its file.*rank 1 did not come to", one)
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path):
