@@ -282,7 +282,7 @@ def tree_to_load_into(tree: Any, has: Callable[[str], bool], shape_of: Callable[
         make = getattr(leaf, "state_template", None)
         if make is None:
             state = counters_to_dicts(leaf.state_dict())
-            if isinstance(leaf, torch.nn.Module):
+            if isinstance(leaf, torch.nn.Module | ModuleWithPerRankBuffers):
                 state = {name: _resized_extra_state(name, value, shape_of(prefix + name)) for name, value in state.items()}
             return optree.tree_map(copy_if_part, state, is_leaf=is_node_saved_as_leaf)
         return make(lambda name: has(prefix + name))

@@ -127,6 +127,27 @@ def test_weights_alone_for_a_function_or_a_plain_module(tmp_path):
     assert equal(saved, {name: value.detach() for name, value in plain.named_parameters()} | dict(plain.named_buffers()))
 
 
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.seen = b""
+
+    def get_extra_state(self):
+        return torch.tensor([*self.seen], dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        self.seen = bytes(state.tolist())
+
+
+def test_extra_state_that_has_grown_loads_into_a_new_module_with_buffers_of_each_rank(tmp_path):
+    model, other = Growing(), Growing()
+    model.seen = b"1234567"
+    fs.checkpoint.save(tmp_path, fs.checkpoint.ModuleWithPerRankBuffers(model), step=1, comm=fs.SingleComm())
+    fs.checkpoint.load(tmp_path, fs.checkpoint.ModuleWithPerRankBuffers(other), comm=fs.SingleComm())
+    assert other.seen == b"1234567"
+
+
 def test_another_model_is_refused_before_anything_changes(tmp_path):
     comm = fs.SingleComm()
     model, optimizer = fs.shard_module(Net(), strategy=fs.zero3("dp"), mesh=comm), None
