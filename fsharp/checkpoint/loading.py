@@ -100,7 +100,8 @@ def load(
             - With planes of ``save(planes=True)``: values are decoded in float32, and cast to the dtype in ``like``.
         like: a tree with the names, shapes, dtypes and places to load. The values do not matter; tensors may be on the meta
             device. An object with ``load_state_dict()`` loads the names of its ``state_dict()``, and is returned. So a plain
-            torch optimizer has to make a step before this call; a ShardedOptimizer need not.
+            torch optimizer has to make a step before this call; a ShardedOptimizer need not. A number is returned as it was
+            saved: where ``like`` has an int, such as a learning rate of 1, the checkpoint may have a float, and the reverse.
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: function from a name in ``like`` to the name in the checkpoint, below ``subtree``:
@@ -128,7 +129,8 @@ def load(
 
     Cost: a rank reads headers, and the blocks of 4 KiB that hold its elements, and compares headers and blocks with digests.
     There are two collectives of 40 bytes for each axis, and two more in which rank 0 sends the path. Memory: the loaded values,
-    and ``buffer_nbytes``.
+    and ``buffer_nbytes``. Values of modules and optimizers are read into new memory, and then copied. Parameters of a layout
+    with a format are read in the dtype ``Precision.main``, and those of ``like`` are decoded as well, to compare dtypes.
     """
     how: Any = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
     return load_checkpoint_and_tree(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]

@@ -120,7 +120,8 @@ def save(
             synced.
 
     Cost: a rank writes its elements and reads them back; ranks with equal elements divide the writing. Along each axis there
-    are three collectives of 40 bytes and two smaller ones. Memory: none, or on a GPU one tensor at a time on the host.
+    are three collectives of 40 bytes and two smaller ones. Memory: on a GPU one tensor at a time on the host. For
+    parameters that rest in a format also their values in the dtype ``Precision.main``, or their planes, until the call returns.
     """
     how: Any = {"step": step, "comm": comm, "config": config, "metric": metric, "planes": planes}
     return write_snapshot(agree_and_make_folder(root, tree, **how), comm)

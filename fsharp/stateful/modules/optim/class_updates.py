@@ -265,10 +265,11 @@ class ClassUpdates:
     def _states_by_path(self) -> StatesByPath:
         return {path: self.state_of(path) for path in self._places}
 
-    def copy_and_fill_in_states(self) -> StatesByPath:
-        """Return copies of this rank's states, completed by :func:`fill_in_missing_states`. All ranks call this method."""
-        # Copied for each leaf: leaves of a slice share the tensor "step", which torch would increment once for each leaf.
-        mine = {path: copy.deepcopy(state) for path, state in self._states_by_path().items()}
+    def complete_states(self) -> StatesByPath:
+        """Return this rank's states, completed by :func:`fill_in_missing_states`. Values that leaves may share are copied."""
+        # Leaves of a slice share the tensor "step", which torch would increment once for each leaf.
+        own = self._states_by_path()
+        mine = {p: {k: x if isinstance(x, ShardedTensor) else copy.deepcopy(x) for k, x in own[p].items()} for p in own}
         return fill_in_missing_states(mine, self.trained_parameters_by_path(), self._session.reopened_scheduler())
 
     def replace_states(self, states: StatesByPath) -> None:

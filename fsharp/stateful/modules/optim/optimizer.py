@@ -220,19 +220,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"state": {name: {...}}, "param_groups": [...]}`` by names of parameters. All ranks call this method.
 
-        State with a value for each element is a copy, a :class:`~fsharp.modules.ShardedTensor`. All other state, such as
-        ``"step"``, is a copy of torch's. A parameter that has had no gradient has no state. For an ``(init, update)`` pair
-        ``"state"`` is no copy: it is the pair's own tree of :class:`~fsharp.Sharded`, and the next step overwrites the tree.
+        State with a value for each element is a :class:`~fsharp.modules.ShardedTensor` in the optimizer's memory: the next step
+        overwrites the tensor, unless you copy the dict by ``copy.deepcopy``. All other state, such as ``"step"``, is a copy. A
+        parameter without a gradient so far has no state. For an ``(init, update)`` pair ``"state"`` is its own tree of Sharded.
 
         Raises:
             TreeError: a parameter was a sharded DTensor before shard_module(); a state is not a tensor, number, string or None.
 
-        Cost: for an optimizer class, the memory of the state, and for each axis two collectives of a few bytes for each
-        parameter. State without a value for each element, such as row statistics, is copied to all ranks.
+        Cost: for an optimizer class, for each axis two collectives of a few bytes for each parameter. State without a value for
+        each element, such as row statistics, is copied to all ranks.
         """
         check_no_dtensor_shards("state_dict()", self._session)
         if self._updates is not None:
-            states: Any = self._updates.copy_and_fill_in_states()
+            states: Any = self._updates.complete_states()
         else:
             states = self._session.state.train_state.opt
             for node in units_of(states):
@@ -306,7 +306,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         All ranks have to call this method. With ``rank=None`` all ranks get the dict. Errors are those of :meth:`state_dict`
         and ``model.full_state_dict()``. For an ``(init, update)`` pair this method raises a TreeError.
 
-        Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state.
+        Cost: a gather of all state. Memory: one full unit of one kind of state.
         """
         where, comm = "full_state_dict()", self._session.comm_outside_steps()
         self._require_class_updates(where)
