@@ -43,6 +43,7 @@ class CheckpointSummary(NamedTuple):
     is_by_saver: bool
 
 
+_CONVERTED_BY = (".metadata", "fs.checkpoint.from_dcp"), ("_CHECKPOINT_METADATA", "fsharp.interop.orbax.from_orbax")
 _latest_times: dict[str, float] = {}  # by root, of saves there and, if Replicas have this root, in memory of hosts
 _summary_cache: dict[str, CheckpointSummary] = {}  # by digest of a manifest's bytes, as parsing many manifests takes long
 _MAX_CACHED_SUMMARIES = 1000
@@ -131,8 +132,12 @@ class Checkpoint:
         except FileNotFoundError as error:
             if is_foreign_checkpoint(storage.list_names(path)) or huggingface.is_file(storage, path):
                 return huggingface.huggingface_manifest(storage, path)
+            names = storage.list_names(path)
             hint = "".join(f" Pass one inside of it, such as {path}/{name}." for name in names_last_saved_first(path)[:1])
-            if not storage.list_names(path):
+            hint += "".join(
+                f" Its {name} is another library's: convert it by {by}()." for name, by in _CONVERTED_BY if name in names
+            )
+            if not names:
                 hint = " The folder is empty or does not exist. fs.checkpoint.save(root, ...) writes root/step-..."
             raise CheckpointError(f"{path}: there is no checkpoint here.{hint}") from error
         return Manifest.from_json(f"{path}/{MANIFEST_NAME}", data)
