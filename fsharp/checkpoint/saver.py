@@ -17,7 +17,7 @@ import torch
 
 from fsharp.checkpoint.catalog import folder_name, names_last_saved_first, open_if_complete, remove_incomplete, save_time_of
 from fsharp.checkpoint.retention import Retention, remove_checkpoints
-from fsharp.checkpoint.saving import Snapshot, agree_and_make_folder, run_converting_os_errors, write_snapshot
+from fsharp.checkpoint.saving import Snapshot, agree_and_make_folder, run_converting_os_errors, shard_file_name, write_snapshot
 from fsharp.checkpoint.shard_file import StoredTensor
 from fsharp.checkpoint.storage import absolute_path, storage_of
 from fsharp.distributed import generations
@@ -293,12 +293,14 @@ class Saver(BackgroundSaver):
 
 
 def _clean_root_and_try_write(root: str, comm: Comm) -> None:
-    """On rank 0 remove interrupted saves, and try to write under ``root``, so that an error shows before the first save."""
+    """On rank 0 remove interrupted saves, and write and remove a file under ``root``: an error shows before the first save."""
 
     def clean() -> None:
         remove_incomplete(root)
         storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
-        storage.make_staging_folder(trial)
+        storage.make_staging_folder(trial)  # makes nothing in an object store
+        with storage.append_to_new_file(f"{storage.staging_path(trial)}/{shard_file_name(0)}") as out:
+            out(memoryview(b"trial"))  # fewer bytes than a header has: a file that was cut off, if this process is killed now
         storage.remove(storage.staging_path(trial))
 
     if comm.rank == 0:

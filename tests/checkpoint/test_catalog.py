@@ -149,6 +149,25 @@ def test_an_object_store_has_a_manifest_last(tmp_path):
         save("nosuch://x", 1)
 
 
+@pytest.mark.parametrize(("name", "by"), [(".metadata", "from_dcp"), ("_CHECKPOINT_METADATA", "from_orbax")])
+def test_the_error_for_a_folder_of_another_library_names_the_function_that_converts_it(tmp_path, name, by):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=rf"no checkpoint here. Its {name} is another library's: convert it by .*{by}"):
+        fs.checkpoint.load(tmp_path, {"x": torch.ones(3)}, comm=COMM)
+
+
+@pytest.mark.parametrize("method", ["_open", "rm"])
+def test_a_store_that_does_not_let_a_saver_write_or_remove_is_an_error_before_the_first_save(monkeypatch, method):
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Access Denied")
+
+    monkeypatch.setattr(MemoryFileSystem, method, refuse)
+    with pytest.raises(CheckpointError, match=r"memory://refusing: cannot be written: Access Denied"):
+        fs.checkpoint.Saver("memory://refusing", COMM)
+
+
 @pytest.mark.parametrize("root", ["memory://kept", "memory://kept[1]", "memory://k*t", "memory://kep?"])
 def test_a_removed_checkpoint_leaves_no_file_in_an_object_store(root):
     """fsspec takes paths for patterns. The tensors of each removed checkpoint stayed."""
