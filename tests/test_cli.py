@@ -21,11 +21,12 @@ import torch
 from safetensors.torch import save_file
 
 import fsharp as fs
-from fsharp.checkpoint.storage import observe_reads
+from fsharp.checkpoint.storage import LocalStorage, observe_reads
 from fsharp.cli import main, plans
 from fsharp.cli.machine import MeasuredMachine, calibrate, parse_mesh, read_machine
 from fsharp.cli.models import find_model
 from fsharp.cli.progress import files_nbytes
+from fsharp.errors import CheckpointError
 from fsharp.planning.space import repeated_unit_patterns, units_in_dict_order
 from fsharp.planning.tune import POLICIES
 from tests.forked_python import run_forked
@@ -79,6 +80,21 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_listed(root, capsys, monk
     monkeypatch.setattr("fsharp.cli.checkpoints.list_checkpoints", lambda _: [fs.checkpoint.Checkpoint(f"{root}/gone"), *found])
     status, lines, err = run(capsys, "ckpt", "list", root)
     assert (status, [line.split()[0] for line in lines[1:]], err) == (0, ["3", "2", "1"], "")
+
+
+def test_a_checkpoint_that_may_not_be_read_hides_no_other(root, capsys, monkeypatch):
+    refused, list_names = path_of(root, 3), LocalStorage.list_names
+
+    def list_names_or_refuse(storage, folder):
+        if folder == refused:
+            raise CheckpointError(f"{folder}: cannot be read: Permission denied.")
+        return list_names(storage, folder)
+
+    monkeypatch.setattr(LocalStorage, "list_names", list_names_or_refuse)
+    (Path(refused) / "manifest.json").unlink()
+    status, lines, _ = run(capsys, "ckpt", "list", root)
+    assert (status, [line.split()[0] for line in lines[1:3]]) == (0, ["2", "1"])
+    assert lines[3:] == [f"{refused}: cannot be read: Permission denied."]
 
 
 def test_a_checkpoint_in_place_of_its_folder(root, capsys):

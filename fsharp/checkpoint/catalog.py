@@ -273,27 +273,30 @@ def is_checkpoint(path: str) -> bool:
 
 def has_checkpoints(root: str) -> bool:
     """Return whether a checkpoint folder under ``root`` has a manifest. The checkpoint may still be incomplete or damaged."""
-    return any(_folders_with_manifest(root))
+    return any(_has_manifest(path) for path in _checkpoint_folders(root))
 
 
 def opening_errors(root: str) -> list[str]:
-    """Return an error message for each folder under ``root`` that has a manifest and cannot be opened as a checkpoint."""
+    """Return an error message for each folder under ``root`` that cannot be read, or that has a manifest and is incomplete."""
     found = []
-    for path in _folders_with_manifest(root):
+    for path in _checkpoint_folders(root):
         try:
-            _open_complete(path)
+            if _has_manifest(path):
+                _open_complete(path)
         except CheckpointError as error:
             found.append(str(error))
     return found
 
 
-def _folders_with_manifest(root: str) -> Iterator[str]:
+def _has_manifest(folder: str) -> bool:
+    return MANIFEST_NAME in storage_of(folder).list_names(folder)
+
+
+def _checkpoint_folders(root: str) -> Iterator[str]:
     looked_at = set[str]()
     while names := [x for x in names_last_saved_first(root) if x not in looked_at]:  # another process may save meanwhile
         looked_at.update(names)
-        for name in names:
-            if MANIFEST_NAME in storage_of(root).list_names(f"{root}/{name}"):
-                yield f"{root}/{name}"
+        yield from (f"{root}/{name}" for name in names)
 
 
 @options_checked
