@@ -103,6 +103,7 @@ class Accelerator(accelerate.Accelerator):
         OptionError: ``mixed_precision`` is set for a sharded module, which takes a :class:`~fsharp.Precision` instead.
         OptionError: a torch optimizer or ``LocalSGD`` gets sharded parameters, or a prepared module contains a sharded module.
         OptionError: ``clip_grad_norm_`` gets only some parameters of a module, or ``clip_grad_value_`` gets sharded parameters.
+        OptionError: ``join_uneven_inputs`` gets a sharded module, on several ranks.
         OptionError: ``save_state`` or ``load_state`` has the optimizer of a module that was not prepared.
         CheckpointError: ``load_state`` finds sharded modules in the folder, and none was prepared.
     """
@@ -151,6 +152,17 @@ class Accelerator(accelerate.Accelerator):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes add gradients up, and do not reduce them for the optimizer."""
         return model.accumulate() if isinstance(model, ShardedModule) else super().no_sync(model)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Return accelerate's context for plain modules. On several ranks, raise OptionError for sharded modules."""
+        joined = list(joinables)
+        if self.num_processes > 1 and any(isinstance(each, ShardedModule) for each in joined):
+            what = "a rank without batches cannot leave a sharded module, as the other ranks need its parts of the parameters."
+            remedy = (
+                "Omit the call, and keep even_batches=True of DataLoaderConfiguration, so that ranks get equally many batches."
+            )
+            raise OptionError(problem("Accelerator.join_uneven_inputs()", what, remedy=remedy))
+        return super().join_uneven_inputs(joined, even_batches)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip gradients by their norm over all ranks, and return the norm.

@@ -8,6 +8,7 @@ import transformers
 
 from fsharp.checkpoint import load
 from fsharp.errors import CheckpointError, problem
+from fsharp.functional.comm.agree import check_on_all_ranks
 from fsharp.huggingface.accelerator import (
     SHARDED_FOLDER,
     Accelerator,
@@ -117,7 +118,8 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load module, optimizer and learning rate schedule from the Trainer's folder ``checkpoint``, if the folder has them.
 
-        Raises CheckpointError if the folder was written for a sharded module and the model is not sharded, or the reverse.
+        Raises CheckpointError if the folder was written for a sharded module and the model is not sharded, or the reverse, or
+        if the learning rate schedule of a sharded module is missing.
         """
         root = os.path.join(checkpoint or "", SHARDED_FOLDER)
         if not isinstance(self.model, ShardedModule):
@@ -127,17 +129,31 @@ class Trainer(transformers.Trainer):
                 raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None and os.path.isdir(root):
+            schedule = check_on_all_ranks("Trainer.train()", self.model.comm, lambda: _saved_schedule(checkpoint))
             load(root, self._model_and_optimizer(), comm=self.model.comm)
-            self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER_FILE), weights_only=True))
+            self.lr_scheduler.load_state_dict(schedule)
         elif checkpoint is not None:
             names = (_OPTIMIZER_FILE, _SCHEDULER_FILE)  # DeepSpeed and FSDP write the second of them and other folders
             if found := [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]:
-                what = f"{checkpoint!r} has the optimizer of a module that was not sharded by fsharp, which cannot be loaded."
+                what = (
+                    f"{checkpoint!r} has no folder {SHARDED_FOLDER!r}. Either it is incomplete, or it has the optimizer of a "
+                    "module that was not sharded by fsharp, which cannot be loaded."
+                )
                 remedy = f"To begin with a new optimizer and schedule, remove {' and '.join(found)} from this folder."
                 raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
 
     def _model_and_optimizer(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer.optimizer}
+
+
+def _saved_schedule(checkpoint: str) -> Any:
+    """Return the state of the learning rate schedule. Raises CheckpointError if the folder ``checkpoint`` has no such file."""
+    path = os.path.join(checkpoint, _SCHEDULER_FILE)
+    if not os.path.isfile(path):
+        what = f"{checkpoint!r} has no {_SCHEDULER_FILE}, so the optimizer in {SHARDED_FOLDER!r} would have no schedule."
+        remedy = f"Resume from another checkpoint. To begin with a new optimizer and schedule, remove {SHARDED_FOLDER!r} and "
+        raise CheckpointError(problem("Trainer.train()", what, remedy=f"{remedy}{_OPTIMIZER_FILE} from this folder."))
+    return torch.load(path, weights_only=True)
 
 
 class _OptimizerWithoutEmptyGroups(ShardedOptimizer):

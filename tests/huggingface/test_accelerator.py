@@ -92,6 +92,9 @@ def on_two_ranks(folder, comm):
     for name in ("zero3", "zero1"):
         found["loaded", name] = sharded(getattr(fs, name)("dp"), 1, epochs=1, load_from=f"{folder}/a")
     sharded(fs.zero3("dp"), 1, epochs=1, save_to=f"{folder}/a")
+    with pytest.raises(OptionError) as error:
+        Accelerator(cpu=True).join_uneven_inputs([fs.shard_module(Net(), strategy=fs.zero3("dp"))], even_batches=False)
+    found["uneven"] = str(error.value)
     return found
 
 
@@ -104,6 +107,12 @@ def test_the_same_training_as_with_ddp(name, steps, found):
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected))
     torch.testing.assert_close(state, whole)
     assert nothing == {}
+
+
+def test_ranks_cannot_join_with_uneven_inputs(found):
+    """On GPUs torch's Join raised an AttributeError, and on CPUs accelerate ignored the call with a warning."""
+    for each in found:
+        assert "keep even_batches=True of DataLoaderConfiguration" in each["uneven"]
 
 
 def test_a_plain_module_is_prepared_as_accelerate_does(found):

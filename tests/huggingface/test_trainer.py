@@ -117,6 +117,13 @@ def on_two_ranks(folder, comm):
     with pytest.raises(CheckpointError) as error:
         trainer._load_optimizer_and_scheduler(f"{folder}/of_deepspeed")
     found["no optimizer.pt"] = str(error.value)
+    if comm.rank == 0:
+        shutil.copytree(first, f"{folder}/incomplete")
+        os.remove(f"{folder}/incomplete/scheduler.pt")
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as error:
+        trainer._load_optimizer_and_scheduler(f"{folder}/incomplete")
+    found["no scheduler.pt"] = str(error.value)
     for kind in (Trainer, transformers.Trainer):
         with pytest.raises((CheckpointError, UnpicklingError)) as error:
             train(kind, tiny_llama(), f"{folder}/f", resume=first)
@@ -155,9 +162,16 @@ def test_a_checkpoint_is_resumed_to_the_bit_and_under_another_strategy(found):
 
 def test_an_optimizer_that_was_not_sharded_is_refused(found):
     """Not begun anew without a word."""
-    assert "has the optimizer of a module that was not sharded by fsharp" in found[0]["not sharded"]
+    assert "it has the optimizer of a module that was not sharded by fsharp" in found[0]["not sharded"]
     assert "remove optimizer.pt and scheduler.pt" in found[0]["not sharded"]
     assert "remove scheduler.pt from" in found[0]["no optimizer.pt"]
+
+
+def test_a_missing_schedule_is_refused_before_anything_is_loaded(found):
+    """A FileNotFoundError was raised, after module and optimizer had been loaded."""
+    for each in found:
+        assert "has no scheduler.pt, so the optimizer in 'fsharp' would have no schedule" in each["no scheduler.pt"]
+        assert "remove 'fsharp' and optimizer.pt from this folder" in each["no scheduler.pt"]
 
 
 def test_a_sharded_optimizer_is_refused_by_a_trainer_of_modules_that_are_not(found):
