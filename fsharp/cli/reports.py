@@ -13,7 +13,7 @@ def report(run_dir: str, /, *, out: str = "") -> str:
 
     Args:
         run_dir: folder with the run's checkpoints and log.jsonl.
-        out: path of the file; report.html in the folder by default.
+        out: path of the file, which ends in .html; report.html in the folder by default.
     """
     if out or os.path.isdir(run_dir):
         check_output("report: out", out or os.path.join(run_dir, "report.html"))

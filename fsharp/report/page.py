@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsharp.errors import OptionError
 from fsharp.inspect.files import write_file
 from fsharp.report.reading import RunLog, read_log
 from fsharp.report.step import html_page
@@ -34,15 +35,17 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 
     Args:
         run_dir: folder of a :class:`~fsharp.resilience.Run`, with its ``log.jsonl``, or the folder above its ``checkpoints``.
-        path: path of the file; ``report.html`` in ``run_dir`` by default.
+        path: path of the file, which ends in .html; ``report.html`` in ``run_dir`` by default.
 
     Raises:
-        OptionError: the folder has no log, or the log has no line with something to show.
+        OptionError: the folder has no log, the log has no line with something to show, or ``path`` does not end in .html.
         OSError: the file cannot be written.
     """
     folder = Path(run_dir)
     log = read_log(folder)
     target = folder / "report.html" if path is None else Path(path)
+    if target.suffix not in (".html", ".htm"):  # such as log.jsonl of the run, which would be overwritten
+        raise OptionError(f"report(): path is {str(target)!r}, expected a path that ends in .html.")
     write_file(target, log_page(log, title=str(folder)).encode("utf-8", "backslashreplace"))  # a path may be no text
     return str(target)
 

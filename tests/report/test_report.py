@@ -12,6 +12,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli import main
+from fsharp.errors import OptionError
 from fsharp.report.page import MAX_EVENTS, MAX_MARKS, MAX_POINTS, log_page, page_data, predicted_vs_measured_rows
 from fsharp.report.reading import read_log
 from fsharp.report.values import SPAN_FIELDS, plain_timeline
@@ -83,6 +84,13 @@ def test_a_timeline_whose_spans_are_none_leaves_the_page_whole(run_dir, spans):
         file.write(json.dumps({"step": 8, "time": 1.0, "measured": timeline | {"spans": spans}}) + "\n")
     assert read_log(run_dir).timelines["measured"] == timeline
     fs.inspect.report(run_dir)
+
+
+def test_the_page_does_not_overwrite_the_log(run_dir):
+    log = (run_dir / "log.jsonl").read_bytes()
+    with pytest.raises(OptionError, match=r"path is '.*log.jsonl', expected a path that ends in .html"):
+        fs.inspect.report(run_dir, run_dir / "log.jsonl")
+    assert (run_dir / "log.jsonl").read_bytes() == log
 
 
 def test_the_page_shows_a_run(run_dir):
