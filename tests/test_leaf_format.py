@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, strategies as st
 
 import fsharp as fs
-from fsharp.functional.formats.format import Format, LeafCodec, Plane
+from fsharp.functional.formats import microscaling
+from fsharp.functional.formats.format import Format, LeafCodec, LeafPart, Plane
 from fsharp.functional.formats.registry import register_format
 from fsharp.testing import simulate
 from tests.gpt_like import make_params
 from tests.ranks import on_ranks
 from tests.scheduling import STRATEGIES, train
+from tests.virtual_device import VirtualDevice
 
 
 def _encode(parts, agree):
@@ -71,6 +73,26 @@ def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(comm, form, pla
     torch.testing.assert_close(first.losses, plain_losses, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("form", [*BY_TENSOR, *BY_ROW], ids=lambda form: form.name)
+def test_a_device_encodes_and_decodes_in_pieces(form, monkeypatch):
+    """No index of a scale is made for each element. A decode takes the 4 bytes of its values, as docs/limits.md says."""
+    monkeypatch.setattr(microscaling, "_BLOCKS_ON_DEVICE", 1 << 7)
+    codec, values = form.leaf_codec, torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+    with VirtualDevice() as device:
+        x = values.to("cuda")
+        codes = torch.zeros(x.numel(), dtype=form.planes[0].dtype).to("cuda")
+        scales = torch.zeros(codec.scales_nbytes((512, 256)), dtype=torch.uint8).to("cuda")
+        part = LeafPart("w", (512, 256), torch.float32, 0, x.numel(), (codes,), scales, x.view(-1))
+        peaks = []
+        for call in (lambda: codec.encode([part], lambda maxima: None), lambda: codec.decode(part)):
+            device.reset_peak()
+            before = device.allocated
+            call()
+            peaks.append((device.peak - before) / x.numel())
+    assert 0 < peaks[0] < 1
+    assert 4 <= peaks[1] < 5
+
+
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
 def test_unshard_gives_the_values_of_stored_parameters(form):
     tree = {"w": torch.linspace(-3, 4, 35).view(5, 7), "b": torch.linspace(0, 9, 6)}
@@ -108,6 +130,23 @@ BOUNDS = {
 }
 """Of the value, and of the largest magnitude that has the same scale."""
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3.4028234663852886e38, -3.4e38, 1.0, -1.0, math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("form", [*BY_TENSOR, *BY_ROW], ids=lambda form: form.name)
+def test_pieces_of_a_part_have_the_bits_of_the_whole(form, monkeypatch):
+    x = torch.randn(9, 70, generator=torch.Generator().manual_seed(0)) * 1e36
+    x.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    found = []
+    for blocks in (1 << 13, 1):
+        monkeypatch.setattr(microscaling, "_BLOCKS_IN_CPU_CACHE", blocks)
+        found.append(simulate(fs.Mesh({"dp": 4}), lambda comm: _stored_values(comm, form, x))[0])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0, equal_nan=True)
+
+
+def _stored_values(comm, form, x):
+    layout = fs.plan({"w": x}, comm.mesh, fs.zero3("dp"), precision=fs.Precision(stored=form))
+    state = fs.init_state(fs.optim.sgd(0.1), fs.shard({"w": x}, layout, comm, place="optim"), comm=comm)
+    return fs.full_tree(state.params, comm=comm)["w"].clone()
 
 
 @given(data=st.data(), form=st.sampled_from(BUILT_IN), scale=st.sampled_from([1e-30, 1.0, 1e30]), seed=st.integers(0, 999))

@@ -7,16 +7,26 @@ dtypes that have no infinity: NaN and both infinities take three codes, while fl
 int8 has one besides -127 to 127.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 import torch
 
 from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape
-from fsharp.functional.formats.microscaling import ElementwiseFn
+from fsharp.functional.formats.microscaling import (
+    BLOCK,
+    ElementwiseFn,
+    decode_e4m3,
+    is_known_true,
+    num_blocks_at_once,
+)
 from fsharp.functional.formats.registry import made_by_import, register_format
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_FINITE_SCALE_LIMIT = 2.0**100
+"""Below this scale every decoded value is finite, as no number is above 57,344."""
+_NAN_EXPONENT = 0x7F800000
+"""Bits that make a float32 that is not zero an infinity or NaN, and keep its sign."""
 _PART_ALIGNMENT = 16
 """Each part of a buffer has a multiple of this number of one-byte values, so that no gaps lie between parts."""
 
@@ -39,31 +49,31 @@ def _register_scaled_format(
     def num_scales(shape: Shape) -> int:
         return prod(scale_shape(shape))
 
-    def rows(part: LeafPart) -> torch.Tensor:
-        """Return, for each element of a part, the index of the element's scale among the leaf's scales."""
-        per_scale = max(prod(part.shape) // max(num_scales(part.shape), 1), 1)
-        return torch.arange(part.first, part.last, device=part.scales.device) // per_scale
-
     def encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
         counts = [num_scales(part.shape) for part in parts]
         most = torch.zeros(sum(counts), dtype=torch.float32, device=parts[0].scales.device if parts else None)
-        by_leaf = most.split(counts)
-        for part, own in zip(parts, by_leaf, strict=True):
-            assert part.values is not None
-            finite = part.values.float().abs().nan_to_num(0.0, 0.0)
-            own.scatter_reduce_(0, rows(part), finite, "amax")
+        for part, own in zip(parts, most.split(counts), strict=True):
+            for which, where in _pieces(part, len(own)):
+                finite = _rows(part.values, which, where).abs().nan_to_num_(0.0, 0.0)
+                own[which] = torch.maximum(own[which], finite.amax(1))
         agree(most)
         scales = _round_up_16_bit_significand(most / largest)
         for part, scale in zip(parts, scales.split(counts), strict=True):
-            assert part.values is not None
             part.scales.view(torch.float32).copy_(scale)
-            part.planes[0].copy_(to_codes(part.values.float() / scale[rows(part)]))
+            for which, where in _pieces(part, len(scale)):
+                part.planes[0][where].copy_(to_codes(_rows(part.values, which, where) / scale[which, None]).view(-1))
 
     def decode(part: LeafPart) -> torch.Tensor:
-        numbers = to_numbers(part.planes[0])
-        values = numbers * part.scales.view(torch.float32)[rows(part)]
-        clamped = values.clamp(-_LARGEST_FLOAT32, _LARGEST_FLOAT32)  # scales were rounded up
-        return torch.where(numbers.isfinite(), clamped, values)
+        codes, scale = part.planes[0], part.scales.view(torch.float32)
+        values = torch.empty(part.last - part.first, dtype=torch.float32, device=codes.device)
+        may_overflow = not is_known_true((scale < _FINITE_SCALE_LIMIT).all())
+        for which, where in _pieces(part, len(scale)):
+            numbers = to_numbers(codes[where])
+            torch.mul(numbers.view(which.stop - which.start, -1), scale[which, None], out=_rows(values, which, where))
+            if may_overflow:  # scales were rounded up
+                values[where].clamp_(-_LARGEST_FLOAT32, _LARGEST_FLOAT32)
+                values[where].copy_(torch.where(numbers.isinf(), numbers, values[where]))
+        return values
 
     codec = LeafCodec(
         lambda shape: 4 * num_scales(shape),
@@ -74,6 +84,28 @@ def _register_scaled_format(
     )
     planes = (Plane(dtype, _PART_ALIGNMENT),)
     return register_format(Format(name, planes, block=_PART_ALIGNMENT, leaf_codec=codec, made_by=made_by_import(name)))
+
+
+def _pieces(part: LeafPart, num_scales: int) -> Iterator[tuple[slice, slice]]:
+    """Divide a part. Yield ``(which, where)``: the slice ``which`` of scales belongs to the slice ``where`` of elements.
+
+    Each of these scales belongs to equally many of these elements: ``where`` is a part of one row, or has whole rows. A piece
+    fits a CPU's cache.
+    """
+    per_scale, most = max(prod(part.shape) // max(num_scales, 1), 1), num_blocks_at_once(part.scales) * BLOCK
+    first = part.first
+    while first < part.last:
+        row, column = divmod(first, per_scale)
+        num_rows = 0 if column else min(part.last - first, most) // per_scale
+        last = first + num_rows * per_scale if num_rows else min(first + most, (row + 1) * per_scale, part.last)
+        yield slice(row, row + max(num_rows, 1)), slice(first - part.first, last - part.first)
+        first = last
+
+
+def _rows(values: torch.Tensor | None, which: slice, where: slice) -> torch.Tensor:
+    """Return the elements ``where`` in float32, as a matrix with a row for each scale in ``which``."""
+    assert values is not None
+    return values[where].float().view(which.stop - which.start, -1)
 
 
 def _by_tensor(shape: Shape) -> Shape:
@@ -98,11 +130,19 @@ def _to_int8(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8)
 
 
+def _from_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    numbers = decode_e4m3(codes)
+    is_number = numbers.abs() <= 448.0
+    if not is_known_true(is_number.all()):
+        numbers.view(torch.int32).bitwise_or_(torch.where(is_number, 0, _NAN_EXPONENT).int())
+    return numbers
+
+
 def _from_int8(codes: torch.Tensor) -> torch.Tensor:
     return codes.float().masked_fill_(codes == -128, torch.nan)
 
 
-_E4M3 = torch.float8_e4m3fn, 448.0, _to_e4m3, torch.Tensor.float
+_E4M3 = torch.float8_e4m3fn, 448.0, _to_e4m3, _from_e4m3
 _E5M2 = torch.float8_e5m2, 57344.0, lambda numbers: numbers.to(torch.float8_e5m2), torch.Tensor.float
 _INT8 = torch.int8, 127.0, _to_int8, _from_int8
 
