@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import fsharp as fs
 from fsharp.errors import FsharpError, ScheduleError, TreeError
+from fsharp.functional.formats import microscaling
 from fsharp.functional.formats.stochastic import make_noise_fn, stochastic
 from fsharp.stateful.runtime.captured_step import _check_capturable
 from fsharp.testing import simulate
@@ -31,6 +32,7 @@ from tests.scheduling import (
     train,
     turned,
 )
+from tests.virtual_device import VirtualDevice
 
 MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
 BASES = {
@@ -269,3 +271,15 @@ def test_equal_arguments_give_one_format():
     assert stochastic(fs.formats.hadamard(MXINT4)).size(1024) == MXINT4.size(1024)
     layout = make_layout(DP, "zero3", precision=fs.Precision(wire=WIRE))
     assert fs.Layout.from_json(layout.to_json()) == layout
+
+
+def test_a_device_makes_random_numbers_in_pieces(monkeypatch):
+    """With the bits of a CPU, in hardly more memory than the 4 bytes of each number."""
+    monkeypatch.setattr(microscaling, "_BLOCKS_ON_DEVICE", 1 << 7)
+    noise, count = make_noise_fn("gradient", 3, 0, [(0, 100_001, "w", 7)]), 1 << 17
+    with VirtualDevice() as device:
+        device.reset_peak()
+        before = device.allocated
+        found = noise(1, count, torch.device("cuda"))
+        assert device.peak - before < 5 * count
+        assert torch.equal(found.cpu(), noise(1, count, torch.device("cpu")))

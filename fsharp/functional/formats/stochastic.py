@@ -20,6 +20,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.formats.format import Format, NoiseFn, Plane
+from fsharp.functional.formats.microscaling import BLOCK, num_blocks_at_once
 from fsharp.functional.formats.registry import made_by_import, register_format
 from fsharp.type_checks import options_checked
 
@@ -71,7 +72,7 @@ def stochastic(format: Format | torch.dtype, seed: int = 0) -> Format:
     ``reduce_scatter``. A CUDA graph does not know the number, and refuses the format. Under transforms of ``torch.func``
     gradients are summed without a format.
 
-    Cost: some ten integer operations a value.
+    Cost: some ten integer operations a value. While a buffer is encoded, 4 bytes for each value hold its random number.
 
     Raises:
         LayoutError: ``format`` has no function ``stochastic_encode``, or has a seed already; or ``seed`` is negative.
@@ -132,7 +133,7 @@ def make_noise_fn(kind: str, step: int, encoding_index: int, runs: Iterable[Leaf
         for start, stop, path, first in held:
             digest = hashlib.sha256(f"{seed}:{kind}:{step}:{encoding_index}:{path}".encode()).digest()
             key = int.from_bytes(digest[:8], "little", signed=True)
-            piece = _VALUES_AT_ONCE if device.type == "cpu" else max(stop - start, 1)
+            piece = _VALUES_AT_ONCE if device.type == "cpu" else num_blocks_at_once(out) * BLOCK
             for i in range(start, stop, piece):
                 _fill_with_noise(out[i : min(i + piece, stop)], key, first + i - start)
         return out
