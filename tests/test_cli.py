@@ -27,6 +27,7 @@ from fsharp.cli.machine import MeasuredMachine, calibrate, parse_mesh, read_mach
 from fsharp.cli.models import find_model
 from fsharp.cli.progress import files_nbytes
 from fsharp.errors import CheckpointError
+from fsharp.inspect.files import write_file
 from fsharp.planning.space import repeated_unit_patterns, units_in_dict_order
 from fsharp.planning.tune import POLICIES
 from tests.forked_python import run_forked
@@ -852,14 +853,31 @@ def test_a_full_disk_leaves_no_half_written_file(argv, tmp_path, capsys, monkeyp
     fs.resilience.JsonlLogger("run/log.jsonl").log(1, {"loss": 0.5})
     hardware = fs.inspect.Hardware(compute_times=(0.0, 0.0), bandwidth={}, latency={}, memory_bandwidth=2e9)
     monkeypatch.setattr(fs, "launch", lambda *_: [MeasuredMachine(1e9, "float32", hardware)])
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))  # python ignores the signal: a write raises an OSError
-    try:
-        status, lines, err = run(capsys, *argv)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    old, write = resource.getrlimit(resource.RLIMIT_FSIZE), Path.write_bytes
+
+    def limited(path, data):  # the limit is for this write alone: modules that are imported write bytecode
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))  # python ignores the signal: a write raises an OSError
+        try:
+            return write(path, data)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+    monkeypatch.setattr(Path, "write_bytes", limited)
+    status, lines, err = run(capsys, *argv)
     assert (status, lines, err) == (1, [], "error: [Errno 27] File too large\n")
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
+    path = tmp_path / "choice.json"
+    write_file(path, b"1" * 200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: os.close(-1))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            write_file(path, b"2" * 300)
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"1" * 200, ["choice.json"])
+    write_file(path, b"2" * 300)
+    assert path.read_bytes() == b"2" * 300
 
 
 def test_a_picture_without_suffix_is_a_png(tmp_path, capsys):

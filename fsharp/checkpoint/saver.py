@@ -199,7 +199,7 @@ class Saver(BackgroundSaver):
     :meth:`save` nor :meth:`close` follows, the process prints the error at its end, and exits with status 1.
 
     Args:
-        root: folder of the checkpoints, for this Saver alone: a save by another program is an error. Folders of interrupted
+        root: folder of the checkpoints, for this Saver alone: a save by another Saver is an error. Folders of interrupted
             saves are removed. A folder with files of another origin stays, and a warning names it. Complete checkpoints are
             removed only if a Saver has written them, in this program or an earlier one. So those of :func:`save` stay.
         comm: the ranks. All ranks have to make the Saver.
@@ -280,10 +280,11 @@ class Saver(BackgroundSaver):
             for path in (f"{self._root}/{name}" for name in names_last_saved_first(self._root)):
                 if save_time_of(path) <= since:
                     break
-                if path != made.path and open_if_complete(path) is not None:
+                found = open_if_complete(path) if path != made.path else None
+                if found is not None and found.summary.is_by_saver:
                     raise CheckpointError(
-                        f"{self._root}: {path} was saved after the last save of this Saver, by another job or by save(): "
-                        "nothing is removed. Give each its own root."
+                        f"{self._root}: {path} was saved after the last save of this Saver, by another Saver: nothing is "
+                        "removed. Give each its own root."
                     )
             if old := self._retention.old_checkpoints(self._root, only_by_saver=True):
                 _log.info("%s of the Saver does not keep these checkpoints, so it removes them: %s", self._retention, old)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Literal
@@ -62,7 +63,10 @@ def checkpoint_list_text(root: str, /) -> str:
         return "\n".join([*align_columns(rows, right={0, 2, 3, 4, 5}), *errors])
     folder = absolute_path(root)
     inside = [f"{folder}/{name}" for name in storage_of(folder).list_names(folder)]
-    others = [] if errors else [f"There are checkpoints in {path}" for path in inside if has_checkpoints(path)]
+    others = []
+    for path in [] if errors else inside:
+        with suppress(CheckpointError):  # a folder that may not be read
+            others += [f"There are checkpoints in {path}"] * has_checkpoints(path)
     return "\n".join(["no complete checkpoint", *errors, *others[:8]])
 
 

@@ -10,15 +10,18 @@ if TYPE_CHECKING:
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` to a file. If writing fails, as on a full disk, remove the half-written file, and raise the error."""
-    with Path(path).open("wb") as file:
-        try:
-            file.write(data)
-            file.flush()
-        except BaseException:
-            if os.path.isfile(path):  # neither a pipe nor a device
-                os.remove(os.path.realpath(path))
-            raise
+    """Write ``data`` to a file. If writing fails, as on a full disk, raise the error; an earlier file at ``path`` stays."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():  # a pipe or a device
+        target.write_bytes(data)
+        return
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def picture_path(path: str | os.PathLike[str]) -> str:

@@ -179,6 +179,17 @@ def test_two_that_save_into_one_folder_hear_of_it_and_remove_nothing(tmp_path):
     assert [c.step for c in fs.checkpoint.list_checkpoints(tmp_path)] == [2, 1]
 
 
+def test_a_checkpoint_of_save_between_two_of_a_saver_stays(tmp_path):
+    saver = fs.checkpoint.Saver(tmp_path, fs.SingleComm(), keep=1)
+    saver.save({"x": 0}, step=0)
+    saver.wait()
+    fs.checkpoint.save(tmp_path, {"x": 1}, step=1, comm=fs.SingleComm())
+    for step in (2, 3):
+        saver.save({"x": step}, step=step)
+        saver.wait()
+    assert [c.step for c in fs.checkpoint.list_checkpoints(tmp_path)] == [3, 1]
+
+
 @pytest.mark.parametrize("before", ["write_file", "encode_header", "verify_written_file", "manifest_of_snapshot", "Checkpoint"])
 def test_a_save_whose_folder_another_job_removes_says_what_may_have_happened(tmp_path, monkeypatch, before):
     real = getattr(saving, before)

@@ -121,9 +121,11 @@ def on_two_ranks(folder, comm):
         shutil.copytree(first, f"{folder}/incomplete")
         os.remove(f"{folder}/incomplete/scheduler.pt")
     torch.distributed.barrier()
+    before = trainer.model.full_state_dict()
     with pytest.raises(CheckpointError) as error:
         trainer._load_optimizer_and_scheduler(f"{folder}/incomplete")
     found["no scheduler.pt"] = str(error.value)
+    torch.testing.assert_close(trainer.model.full_state_dict(), before, rtol=0, atol=0)  # and not of step 3
     for kind in (Trainer, transformers.Trainer):
         with pytest.raises((CheckpointError, UnpicklingError)) as error:
             train(kind, tiny_llama(), f"{folder}/f", resume=first)
