@@ -138,7 +138,7 @@ class RankMembership:
         while True:
             stopped = stop_kinds_and_limits(self._store, self.number, self._size)
             all_stopped = len(stopped) == self._size
-            if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would raise the error again
+            if all_stopped and len({each for each, _ in stopped.values()}) == 1:  # a new process would often raise it again
                 why = f"all ranks have stopped, and none was lost. Rank {self._rank} says:\n{shorten_error(str(error))}"
                 end_restarts(self._store, why)
                 raise error

@@ -268,7 +268,7 @@ def measure_calls(calls: Sequence[UnitCall], device: torch.device, *, remat: boo
     kinds: dict[Any, list[UnitCall]] = {}
     for call in (each for each in walk_nested_uses(calls) if not each.inner):
         kinds.setdefault(_kind_of_unit_call(call), []).append(call)
-    generators = [device.index or 0] if device.type == "cuda" else []
+    generators = [device] if device.type == "cuda" else []  # without an index: that of the current GPU
     for alike in kinds.values():
         what = f"of unit {alike[0].units[-1] or ROOT!r} on {device}"
         with _explain_errors(what, _HOLDS_TENSORS_REMEDY), torch.random.fork_rng(generators):

@@ -122,7 +122,7 @@ def tune(
         tolerance: fraction of the fastest step's time within which candidates count as equally fast. The default is about the
             error of a prediction. With 0 the fastest candidate is chosen.
         effort: number of units to simulate in all steps together, counted once for each microbatch. ``math.inf`` simulates
-            every candidate that may fit, also candidates that cannot be the fastest.
+            every candidate that may fit, also candidates that cannot be the fastest. Until a candidate fits, all are simulated.
         progress: whether to show a bar on stderr after one second. None means yes on rank 0 if stderr is a terminal.
 
     Returns:

@@ -51,7 +51,7 @@ def _program_source(function: str) -> str:
 def launch(fn: Callable[..., R], nproc: int, *args: Any, restarts: int = 0) -> list[R]:
     """Run ``fn(*args)`` in ``nproc`` processes of this machine, and return the results in order of rank.
 
-    Each process has the environment that torchrun sets, so :func:`~fsharp.connect` finds the other ranks. With ``nproc=1`` and
+    Each process has the variables of torchrun with which :func:`~fsharp.connect` finds the other ranks. With ``nproc=1`` and
     no restarts the calling process runs ``fn``. If the calling process ends or is killed, the processes that it has started end
     soon afterwards. In a process that torchrun or another ``launch`` has started, ``launch`` starts no processes and ignores
     ``nproc``. This process runs ``fn``, and the list has only its result.

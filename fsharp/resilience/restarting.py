@@ -152,7 +152,8 @@ class Restarter:
         if rank in self._hung:
             return f"rank {rank} did not stop in time after the failure of another rank, and was killed"
         if code < 0:
-            return f"rank {rank} was ended by {signal.Signals(-code).name}"
+            names = {each.value: each.name for each in signal.Signals}  # real-time signals have no names
+            return f"rank {rank} was ended by {names.get(-code, f'signal {-code}')}"
         texts = [path.read_text("utf-8") for path in self._folder.glob(f"*-error-{rank}")]
         if texts:
             return f"rank {rank} failed: {shorten_error(texts[0])}"

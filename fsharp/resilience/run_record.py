@@ -103,10 +103,12 @@ class RunLogger:
             before = times[-1] if times else None
             self.stragglers.end_step(step)
             if times and times[-1] is not before:
-                self.log(step - 1, {"own_s": list(times[-1].own_s)})
+                self.log(max(step - 1, 0), {"own_s": list(times[-1].own_s)})
                 for rank in sorted(self.stragglers.stragglers.keys() - known.keys()):
                     ratio = self.stragglers.stragglers[rank]
-                    self.log(step - 1, {"event": f"rank {rank} is a straggler: {ratio:.2f} times the lower median of ranks"})
+                    self.log(
+                        max(step - 1, 0), {"event": f"rank {rank} is a straggler: {ratio:.2f} times the lower median of ranks"}
+                    )
         (since, began), now = self._rate, time.perf_counter()
         if step < since:  # rolled back
             self._rate = step, now

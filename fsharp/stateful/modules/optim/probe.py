@@ -136,7 +136,7 @@ def _options_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _preserving_generator_state(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng([device.index or 0] if device.type == "cuda" else [])
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _new_optimizer(
