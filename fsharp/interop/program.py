@@ -180,9 +180,10 @@ class TracedTransformation:
             fields += [{}] * (len(trees) - len(fields))
             fields[tree] = fields[tree] | {_field_name(path, leaf_paths[leaf]): None}
         self.tree_dtypes, self.tree_names = [dtype for dtype, _ in trees], list[str]()
-        for dtype, names in zip(self.tree_dtypes, fields, strict=True):
+        for i, (dtype, names) in enumerate(zip(self.tree_dtypes, fields, strict=True)):
             name = "+".join(names)
-            self.tree_names.append(f"{name}.{dtype}" if name in self.tree_names else name)  # a field of leaves of two dtypes
+            unique = name, f"{name}.{dtype}", f"{name}.{dtype}.{i}"  # a field may have leaves of two dtypes
+            self.tree_names.append(next(each for each in unique if each not in self.tree_names))
 
     def in_stored_form(self, lifted: LocalJaxprRun, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results ``out`` of the run ``lifted`` as this rank stores them: its part of an array, or a whole array.
@@ -358,10 +359,15 @@ def _leaf_names_or_masks(node: Sharded) -> Any:
 
 
 def _field_name(path: Sequence[Any], leaf_path: Sequence[Any]) -> str:
-    """Return the name of a field of optax's state, such as ``"0.mu"``: ``path`` in the state, without the leaf's own path."""
-    is_like_params = tuple(path[len(path) - len(leaf_path) :]) == tuple(leaf_path)
-    field = path[: len(path) - len(leaf_path)] if is_like_params else path
-    return jax.tree_util.keystr(tuple(field), simple=True, separator=".") or "state"
+    """Return the name of a field of optax's state, such as ``"0.mu"``: ``path`` in the state, without the leaf's own path.
+
+    The leaf's path may be followed by keys of a dict for each leaf. Of several places where it occurs, the last one counts.
+    """
+    field, count = tuple(path), len(leaf_path)
+    starts = [i for i in range(len(field) - count + 1) if field[i : i + count] == tuple(leaf_path)]
+    if starts:
+        field = field[: starts[-1]] + field[starts[-1] + count :]
+    return jax.tree_util.keystr(field, simple=True, separator=".") or "state"
 
 
 def _trace_to_jaxpr(remedy: str, refused: Callable[[], str], fn: Any, *args: Any) -> Any:

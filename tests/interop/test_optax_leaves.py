@@ -289,3 +289,25 @@ def test_random_updates_are_as_unsharded_or_refused():
 @given(st.integers(0, 1 << 32))
 def test_many_random_updates(seed):
     check_random(seed)
+
+
+def test_a_dict_for_each_leaf_has_the_names_of_its_keys():
+    """Not a name for each leaf, also where the leaf's path, an index, is that of a transformation in the chain too."""
+
+    def init(params):
+        return jax.tree.map(lambda p: {"m": jnp.zeros_like(p), "v": jnp.zeros_like(p)}, params)
+
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda g, s: {"m": s["m"] + g, "v": s["v"] + 2 * g}, updates, state)
+        return jax.tree.map(lambda g, s: s["m"] * s["v"], updates, state), state
+
+    tx = fs.optim.from_optax(optax.chain(optax.GradientTransformation(init, update), optax.trace(0.9)))
+    comm = fs.SingleComm()
+    for tree in ({"w": torch.ones(3), "b": torch.ones(2)}, [torch.ones(3), torch.ones(2)]):
+        params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm, place="optim")
+        state = fs.init_state(tx, params, comm=comm)
+        assert [*state.opt.buffers] == ["0.m", "0.v", "1.trace"]
+        state = fs.update(tx, params, state, comm=comm)
+        found = [fs.full_tree(state.opt.buffers[name], comm=comm) for name in ("0.m", "0.v")]
+        for tree_of_values, value in zip(found, (1.0, 2.0), strict=True):
+            assert all((x == value).all() for x in optree.tree_leaves(tree_of_values))

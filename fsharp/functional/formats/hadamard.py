@@ -45,8 +45,8 @@ def hadamard(format: Format, size: int = 32) -> Format:
     values of its block infinite or NaN, also values of another leaf in this block.
 
     ``Precision(stored=...)`` takes the result only if ``format`` is ``mxint8`` or ``mxint4``, and ``size`` is at most 32. Then
-    sums of encoded numbers are exact in float32, and encoding decoded values gives the same bytes again. Main copies have to be
-    in float32 or float64.
+    sums of encoded numbers are exact in float32, and encoding decoded values gives the same bytes again. With ``mxint8`` main
+    copies have to be in float32 or float64.
 
     Raises:
         LayoutError: ``format`` encodes whole leaves or is plain, or ``size`` is not a power of two from 2 on.
@@ -61,6 +61,14 @@ def hadamard(format: Format, size: int = 32) -> Format:
     if size < 2 or size & (size - 1):
         raise LayoutError(f"hadamard(): size is {size!r}, expected a power of two, at least 2.")
     return _register_hadamard_format(format, format.encode, format.decode, size)
+
+
+def needs_float32_main(format: Format) -> bool:
+    """Return whether ``format`` is a rotated ``mxint8``, whose decoded values may have 12 significant bits.
+
+    Main copies in 16 bits round these values, which are then encoded to other bytes.
+    """
+    return format.made_by is not None and format.made_by[0] is hadamard and format.made_by[1][0] == mxint8
 
 
 @cache  # keyed by the functions as well, which equal formats may differ in

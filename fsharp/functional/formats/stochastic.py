@@ -102,10 +102,14 @@ def _make_stochastic_format(format: Format, encode: Callable[..., Any], seed: in
 def _round_to_bfloat16(values: torch.Tensor, uniform: torch.Tensor) -> Sequence[torch.Tensor]:
     """Round to bfloat16 stochastically: add ``uniform`` to the low bits of float32, and cut these bits off."""
     largest = torch.finfo(torch.bfloat16).max
-    single = values.float()
-    bits = single.clamp(-largest, largest).view(torch.int32) + (uniform * (1 << _NOISE_BITS)).int()
-    found = (bits & -(1 << _NOISE_BITS)).view(torch.float32)
-    return [torch.where(single.isfinite(), found, single).to(torch.bfloat16)]
+    out = torch.empty_like(values, dtype=torch.bfloat16)
+    piece = num_blocks_at_once(values) * BLOCK
+    for part, noise, its_out in zip(values.split(piece), uniform.split(piece), out.split(piece), strict=True):
+        single = part.float()
+        bits = single.clamp(-largest, largest).view(torch.int32) + (noise * (1 << _NOISE_BITS)).int()
+        found = (bits & -(1 << _NOISE_BITS)).view(torch.float32)
+        its_out.copy_(torch.where(single.isfinite(), found, single))
+    return [out]
 
 
 _BFLOAT16 = Format(

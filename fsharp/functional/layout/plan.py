@@ -10,6 +10,7 @@ import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.formats.format import Format, tensor_text
+from fsharp.functional.formats.hadamard import needs_float32_main
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, ElementAtom, LeafAtom, RowsAtom, pack
@@ -106,6 +107,11 @@ def plan(
             )
         if not trainable:
             dtypes = replace(dtypes, format=None, update=None, feedback=False)
+        if dtypes.format is not None and dtypes.main.itemsize < 4 and needs_float32_main(dtypes.format):
+            raise LayoutError(
+                f"plan(): {path!r} would be stored in {dtypes.format.name!r} with a main copy in {dtypes.main}, which does not "
+                "hold all decoded values, so a load would change parameters. Pass Precision(main=torch.float32)."
+            )
         if trainable and (is_float8_or_smaller(dtypes.compute) or is_float8_or_smaller(dtypes.main)):
             raise LayoutError(
                 f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "

@@ -140,6 +140,31 @@ def test_it_is_one_format_by_its_arguments():
     assert fs.Layout.from_json(layout.to_json()) == layout
 
 
+@pytest.mark.parametrize("main", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_main_copies_in_16_bits_do_not_hold_rotated_mxint8(main, is_given):
+    """So such parameters are refused; those in a format whose values 16 bits hold, and frozen ones, are not."""
+    params = {"a": torch.zeros(64, dtype=torch.float32 if is_given else main)}
+
+    def plan(form, main=main if is_given else None, **options):
+        precision = fs.Precision(main=main, stored=form)
+        return fs.plan(params, fs.Mesh({"dp": 2}), fs.zero3("dp"), precision=precision, **options)
+
+    with pytest.raises(LayoutError, match=r"'a' would be stored in 'hadamard32_mxint8' with a main copy in torch\..*float16"):
+        plan(hadamard(mxint8))
+    for layout in (plan(hadamard(mxint8), torch.float32), plan(hadamard(mxint4)), plan(mxint8)):
+        assert layout.units[0].groups[0].dtypes.format is not None
+    assert plan(hadamard(mxint8), frozen="a").units[0].groups[0].dtypes.format is None
+
+
+def test_bfloat16_holds_what_is_decoded_from_rotated_mxint4():
+    x = torch.randn(32 * 4096, generator=torch.Generator().manual_seed(0))
+    for form, is_equal in ((hadamard(mxint4), True), (hadamard(mxint8), False)):
+        stored = form.store(x, len(x))
+        again = form.store(form.load(stored, len(x), torch.bfloat16), len(x))
+        assert torch.equal(again, stored) == is_equal
+
+
 REFUSED = {
     "a dtype": lambda: hadamard(torch.bfloat16),
     "a plain format": lambda: hadamard(fs.Precision().resolve(torch.float32).wire),
