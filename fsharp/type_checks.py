@@ -164,9 +164,9 @@ def check_computes_when_called(what: str, fn: Callable[..., Any], error_type: ty
 
 
 def check_call_fits_signature(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """After the call ``fn(*args, **kwargs)`` has raised ``error``, raise an OptionError if the arguments do not fit ``fn``.
+    """Raise an OptionError if the arguments of a failed call do not fit ``fn``.
 
-    Do nothing if the arguments fit. The caller then raises ``error`` again.
+    The call was ``fn(*args, **kwargs)``, and raised ``error``. If its arguments fit, return: the caller raises ``error`` again.
 
     Raises:
         OptionError: the arguments do not fit. For an unknown keyword the message has the most similar argument of ``fn``. If no

@@ -868,6 +868,14 @@ def test_a_full_disk_leaves_no_half_written_file(argv, tmp_path, capsys, monkeyp
     assert os.listdir(tmp_path) == ["run"]
 
 
+def test_a_pipe_is_written_to_and_not_replaced():
+    reads, writes = os.pipe()
+    write_file(f"/dev/fd/{writes}", b"a choice")  # the path of /dev/stdout also leads to a name that no folder has
+    assert os.read(reads, 100) == b"a choice"
+    os.close(reads)
+    os.close(writes)
+
+
 def test_a_full_disk_leaves_the_earlier_file(tmp_path, monkeypatch):
     path = tmp_path / "choice.json"
     write_file(path, b"1" * 200)

@@ -313,9 +313,8 @@ def _wait_for_all_saves() -> None:
     is_rejoining = generations.why_generation_ended() is not None
     for each in list(_busy_savers):
         if is_rejoining:
-            each.failure(
-                threading.TIMEOUT_MAX
-            )  # the launcher ends a process that hangs, and the next generation uses the thread
+            # The launcher ends a process that hangs, and the next generation uses the thread.
+            each.failure(threading.TIMEOUT_MAX)
             continue
         with suppress(CheckpointError):
             each.wait_for_thread()

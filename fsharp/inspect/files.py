@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` to a file. If writing fails, as on a full disk, raise the error; an earlier file at ``path`` stays."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():  # a pipe or a device
-        target.write_bytes(data)
+    given, target = Path(path), Path(os.path.realpath(path))
+    if given.exists() and not given.is_file():  # a pipe or a device, such as /dev/stdout
+        given.write_bytes(data)
         return
     partial = target.with_name(f"{target.name}.partial")
     try:

@@ -129,7 +129,7 @@ def _unflatten_and_call(fn: Callable[..., Any], spec: optree.PyTreeSpec, constan
 
 
 class _CallRecord:
-    """What a :class:`_CompiledFunction` records in one call, for the results and the backward of this call.
+    """Record of one call of a :class:`_CompiledFunction`, which the results and the backward of this call use.
 
     Attributes:
         wanted: for each argument, whether autograd needs its gradient; None if no gradient is recorded.

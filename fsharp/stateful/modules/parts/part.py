@@ -296,7 +296,7 @@ class ShardedTensor(torch.Tensor):
 
 
 class ShardedTensorOwner(Protocol):
-    """What a ShardedTensor calls: the ModuleSession of its module, which holds the module's state and runs its steps."""
+    """Interface of the session of a sharded module: the attributes and methods that the module's ShardedTensors use."""
 
     @property
     def paused(self) -> set[str]:
