@@ -30,7 +30,7 @@ class OptionError(FsharpError, TypeError, ValueError):
 
 
 class PatternError(FsharpError, ValueError):
-    """Key-path patterns do not fit the paths: a pattern matches nothing, no pattern matches a path, or two units overlap."""
+    """Patterns of paths, units or methods are wrong: one matches nothing, no pattern matches a path, or two units overlap."""
 
 
 class LayoutError(FsharpError, ValueError):
@@ -48,8 +48,8 @@ class TreeError(FsharpError, TypeError):
 class LossError(FsharpError, TypeError):
     """A loss is neither a scalar mean nor a ``(sum, weight)`` pair, or depends on no trainable parameter.
 
-    The error is also raised if a batch cannot be split into microbatches or samples, or if gradients of a step are missing. An
-    earlier error may have released the gradients.
+    Other causes: a loss function that cannot be called or differentiated as asked, a batch that cannot be split into equal
+    microbatches or samples, or missing gradients, as after an earlier error.
     """
 
 
@@ -57,8 +57,8 @@ class AgreementError(FsharpError, RuntimeError):
     """Ranks got different trees, layouts or settings, or some ranks have failed. All ranks raise this error with the same text.
 
     Attributes:
-        is_own: True if this rank has failed; the ``__cause__`` is then this rank's own error. False if only other ranks have
-            failed, or if no rank has failed.
+        is_own: whether an error that began on this rank is the cause; ``__cause__`` is then this error. False if only other
+            ranks have failed, or if no rank has failed.
     """
 
     is_own = False
@@ -77,11 +77,11 @@ class ScheduleError(FsharpError, ValueError):
 
 
 class RunError(FsharpError, ValueError):
-    """A run, a sampler or a monitor got a wrong argument, or its methods were called in a wrong order."""
+    """A run, or another part of ``fs.resilience``, got a wrong argument, or a method was called at a wrong time."""
 
 
 class NonFiniteError(FsharpError, ArithmeticError):
-    """A loss, a gradient or a parameter holds an infinity or NaN. Every rank raises this error."""
+    """A loss, a gradient or a tensor to save holds an infinity or NaN. Every rank raises this error."""
 
 
 def problem(where: str, what: str, details: Iterable[tuple[str, object]] = (), remedy: str = "") -> str:

@@ -40,7 +40,7 @@ _EXAMPLES = {
 def predicate_of_annotation(hint: Any) -> Callable[[Any], bool]:
     """Return a function that returns whether a value fits a type annotation.
 
-    A bool does not fit ``int`` or ``float``, and a str does not fit a sequence. Items of mappings are not checked.
+    A bool does not fit ``int`` or ``float``, and a str does not fit a sequence. Only items of tuples and Sequences are checked.
     A value fits a Protocol if it has every attribute that the Protocol declares as a ``@property``.
     """
     origin, args = get_origin(hint), get_args(hint)
@@ -220,7 +220,7 @@ def cache_signature(function: F) -> F:
 
 
 def options_checked(target: F) -> F:
-    """Return a wrapper of a function or class that first checks the arguments of each call against the annotations.
+    """Wrap a function or a class: each call first compares its arguments with the annotations.
 
     Raises:
         OptionError: in a call, an argument does not fit its annotation, or the arguments do not fit the signature.

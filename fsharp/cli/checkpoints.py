@@ -188,7 +188,7 @@ def _largest_difference(x: torch.Tensor, y: torch.Tensor) -> float:
 def prune_checkpoints(
     root: str, /, *, keep: int, best: int = 0, keep_steps: int | None = None, keep_hours: float | None = None
 ) -> str:
-    """Remove the checkpoints of a folder, except those that the options keep. If all of these are damaged, remove nothing.
+    """Remove complete checkpoints of a folder that neither options nor links keep. If all kept ones are damaged, remove none.
 
     Args:
         root: folder of the checkpoints.

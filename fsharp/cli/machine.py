@@ -172,7 +172,7 @@ def read_machine(where: str, file: str) -> MeasuredMachine:
 
 
 def parse_mesh(where: str, text: str) -> Mesh:
-    """Return the mesh of a text such as ``outer=2,inner=8``; OptionError for others. ``where``: beginning of its message."""
+    """Return the mesh of a text such as ``outer=2,inner=8``. Raises OptionError, which begins with ``where``, for others."""
     try:
         return Mesh([(name.strip(), int(size)) for name, _, size in (axis.partition("=") for axis in text.split(","))])
     except ValueError as error:

@@ -280,7 +280,7 @@ def tune(
 
 
 def _assumptions(hardware: str, efficiency: float | None) -> str:
-    """Return a space and the assumptions about a GPU of a data sheet; an empty text for measured ``hardware``."""
+    """Return what is assumed about a GPU, to append to a sentence; an empty text if ``hardware`` names a measured machine."""
     return "" if hardware else f" {assumptions_text(EFFICIENCY if efficiency is None else efficiency)}"
 
 
@@ -316,7 +316,7 @@ def _plan_layouts(
 
 
 def _check_microbatches(where: str, tree: Any, microbatches: int, most_tensors: int) -> None:
-    """Raise an OptionError if ``microbatches`` times the number of tensors exceeds ``most_tensors``: predictions take minutes.
+    """Raise an OptionError if microbatches times tensors exceed ``most_tensors``: a prediction would take minutes.
 
     One microbatch is always allowed.
     """
@@ -332,7 +332,7 @@ def _check_speed(where: str, tokens: int, efficiency: float | None) -> None:
 
 
 def _checked_picture_path(option: str, path: str) -> str:
-    """Return the path of a picture, with a suffix, or an empty text for no picture. OptionError if it cannot be written."""
+    """Return ``path`` with a suffix; an empty text as it is. Raises OptionError if no picture can be written to ``path``."""
     if not path:
         return ""
     path = picture_path(path)

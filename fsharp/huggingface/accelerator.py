@@ -56,7 +56,7 @@ def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
 
 
 def save_and_remove_all_older(root: str, tree: Any, *, step: int, comm: Comm) -> None:
-    """Save a tree under ``root``, then remove all complete checkpoints saved there before, of any step. All ranks call this."""
+    """Save a tree under ``root``. Remove complete checkpoints saved there before, except linked ones. All ranks call this."""
     save(root, tree, step=step, comm=comm)
 
     def remove_older() -> None:
@@ -167,8 +167,8 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip gradients by their norm over all ranks, and return the norm.
 
-        If a parameter is sharded, pass all trained parameters of one prepared module, and no parameters of other modules.
-        Otherwise OptionError is raised.
+        If a parameter is sharded, pass all trained parameters of one prepared module, and no parameters of other modules:
+        anything else raises an OptionError.
         """
         parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
         if not any(isinstance(each, ShardedParameter) for each in parameters):
@@ -234,7 +234,7 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def _checkpoint_tree_and_comm(self) -> tuple[dict[str, Any], Any]:
-        """Return the sharded modules and optimizers as a tree, and the modules' Comm; None if there is no sharded module.
+        """Return the sharded modules and optimizers as a tree, and the modules' Comm, which is None without such modules.
 
         Raises OptionError if an optimizer of a sharded module was prepared, and this module was not.
         """

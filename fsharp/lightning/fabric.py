@@ -92,7 +92,7 @@ class Strategy(DDPStrategy):
 
 
 class _Accumulation(_BackwardSyncControl):
-    """Makes sharded modules accumulate gradients, by ``model.accumulate()``. ``other`` does so for all other modules."""
+    """Makes sharded modules accumulate gradients, by ``model.accumulate()``. ``other``: the control for all other modules."""
 
     def __init__(self, other: _BackwardSyncControl) -> None:
         self._other = other

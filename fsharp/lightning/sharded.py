@@ -62,7 +62,7 @@ def check_optimizers(where: str, optimizers: Iterable[Optimizer]) -> None:
 def accumulating(module: nn.Module) -> Iterator[None]:
     """Return a context in which sharded modules in ``module`` add gradients up, as by ``accumulate()`` of each.
 
-    Only the reduction to the optimizer's shards is left out: under ``zero2`` and ``zero3`` a backward still sends gradients.
+    Along axes on which gradients rest sharded, as under ``zero2`` and ``zero3``, each backward still reduces gradients.
     """
     with ExitStack() as stack:
         for each in sharded_modules_in(module).values():

@@ -251,7 +251,7 @@ def _pickled(what: str, value: Any) -> bytes:
 
 @api_boundary
 def _run_spare_rank(folder: str, launcher_pid: int) -> None:
-    """Wait for the environment of a rank on standard input, and run this rank by :func:`run_rank`. For a spare process."""
+    """Wait for a rank's environment variables, as JSON on standard input, then call :func:`run_rank` with these arguments."""
     if environment := sys.stdin.read():
         os.environ.update(json.loads(environment))
         run_rank(folder, launcher_pid, prints_error=True)  # the launcher goes on

@@ -83,8 +83,8 @@ class Rejoining:
         ``where``: what this rank was doing, in words. ``is_own``: whether the error began on this rank.
 
         Raises:
-            Exception: ``error``, once a new process takes this rank's place (``is_own``).
-            Exception: ``error``, if each rank stopped because of another rank: a restart would not help.
+            Exception: ``error``, if ``is_own``: a new process takes this rank's place.
+            Exception: ``error``, if all ranks have stopped, and all with the same ``is_own``: a restart would not help.
             CommError: ranks are no longer restarted.
         """
         self._comm.watch.statuses.report_failure(error, where)

@@ -95,7 +95,7 @@ def precisions() -> st.SearchStrategy[Precision]:
 
 @st.composite
 def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims: int = 3) -> torch.Tensor:
-    """Return a Hypothesis strategy for small tensors of integers, with dims of size 0, 1 and primes, in any memory layout."""
+    """Return a Hypothesis strategy for tensors of small integers, with dims of size 0 to 13, in any memory layout."""
     shape = draw(st.lists(st.sampled_from(_DIM_SIZES), max_size=max_dims))
     while len(shape) > 1 and torch.Size(shape).numel() > 200:
         shape.pop()
@@ -124,7 +124,7 @@ def integers_on_cpu(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 @st.composite
 def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves: int = 8, ties: bool = True) -> Any:
-    """Return a Hypothesis strategy for nested dicts, lists and tuples of tensors, some empty, with None and tied leaves."""
+    """Return a Hypothesis strategy for nested dicts, lists and tuples, some empty, of tensors, tied tensors and None."""
     keys = st.sampled_from(["w", "b", "scale", "layers", "0", "10"])
     shapes: st.SearchStrategy[Any] = st.recursive(
         st.sampled_from([0, 0, 0, 0, None]),

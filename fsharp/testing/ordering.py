@@ -242,7 +242,7 @@ class ReplayResult(NamedTuple):
     """The result of :func:`replay`.
 
     Attributes:
-        races: pairs of accesses to one memory that nothing orders, one of them a write. Each pair is listed once.
+        races: the races, each pair of accesses once. In a pair at least one access is a write.
         useful_waits: indices, in the log, of the waits that added an order. The other waits added nothing in this replay.
     """
 

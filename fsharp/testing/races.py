@@ -135,7 +135,7 @@ class RaceReport:
 
     @property
     def races(self) -> list[Race]:
-        """Pairs of accesses to the same bytes that nothing orders."""
+        """The races that the check has found; empty before the end of the check."""
         return self._verdict.races
 
     @property

@@ -199,7 +199,7 @@ class ThreadComm:
         self._world.kill(self.rank, "has died")
 
     def simulate_stall(self) -> NoReturn:
-        """Stop as after SIGSTOP. Once all other ranks wait, they get a CommError. Raises Killed once all others have ended."""
+        """Stop as after SIGSTOP. Once all living ranks wait, they get a CommError. Raises Killed once all others have ended."""
         self._world.kill(self.rank, "has stalled")
 
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:

@@ -36,7 +36,7 @@ def exact_text(value: Any) -> str:
     """Return the text of a setting, for ranks to compare. Arrays with equal texts have equal bits, except the bits of NaN.
 
     The text has all elements of an array of at most 8 elements, and the digest of a larger array. Arrays are found in
-    dictionaries, sequences, sets, dataclasses and ``functools.partial``. The text of any other object is its repr without
+    dictionaries, lists, tuples, sets, dataclasses and ``functools.partial``. The text of any other object is its repr without
     addresses, which differ between processes.
     """
     if isinstance(value, torch.Tensor):
@@ -124,7 +124,7 @@ def broadcast_from_rank(tensor: torch.Tensor, source: int, comm: Comm, *, varyin
     keep different tensors. On a mesh ``(dp, tp)``, with ``source=0`` and ``varying=("tp",)``, the rank at (1, 3) gets the
     tensor of the rank at (0, 3).
 
-    Bytes are summed as integers, to which all ranks but one add zero. Cost: an ``all_reduce`` for each axis not in ``varying``.
+    Ranks sum bytes as integers; all but one add zero. Cost: an ``all_reduce`` for each 4 MiB and each axis not in ``varying``.
     """
     axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:

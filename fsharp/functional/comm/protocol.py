@@ -91,7 +91,7 @@ class Engine(ABC):
 
     @abstractmethod
     def handles_forward(self, sharded: Any, ties: Any) -> bool:
-        """Return whether :meth:`run_forward` can take these units. If not, ``fs.forward`` calls the Comm's own collectives."""
+        """Return whether :meth:`run_forward` takes these arguments. If not, ``fs.forward`` calls the Comm's own collectives."""
 
     @abstractmethod
     def run_forward(self, fn: Callable[..., Any], sharded: Any, ties: Any, args: Any, kwargs: Any) -> Any:
@@ -370,7 +370,7 @@ class CountingComm(DelegatingComm, _InnerCommMixin):
 class LabelPrefixComm(DelegatingComm, _InnerCommMixin):
     """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``.
 
-    The label of a call without a label becomes the text alone.
+    A call without a label gets ``"step 3"``.
     """
 
     inner: Comm

@@ -23,10 +23,10 @@ def settings_digest(text: str, earlier_digest: str = "") -> str:
 
 
 class SettingsHistory:
-    """All settings that were added so far, as text, and their digest, for labels of collectives.
+    """All settings so far that have to be equal on all ranks, such as ``lr=0.1``: as text, and as a digest.
 
-    Settings have to be equal on all ranks. In :attr:`text_to_compare` a digest stands for all settings from before the last
-    :meth:`compact_to_digest`.
+    Labels of collectives have the digest. So if settings differ, labels differ, and ranks get an error. In
+    :attr:`text_to_compare` a digest stands for all settings from before the last :meth:`compact_to_digest`.
     """
 
     def __init__(self) -> None:

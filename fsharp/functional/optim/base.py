@@ -40,7 +40,7 @@ class Transform:
     small tensors.
 
     The attributes ``init`` and ``update`` wrap the given functions: tensors of the returned state in the memory of parameters
-    are cloned. A call raises a TreeError if parameters are encoded, or if ``update`` or ``apply`` returns no pair.
+    are cloned. ``init`` raises a TreeError for encoded parameters; ``update`` and ``apply`` do if a function returns no pair.
 
     Attributes:
         init: function ``init(params, comm=...) -> state``.
@@ -51,9 +51,9 @@ class Transform:
             parameters, for optimizers with a fused kernel. With ``donate`` the function may overwrite its arguments. If
             ``apply`` is None, the updates that ``update`` returns are added to the parameters.
         name: name of the transformation. :func:`~fsharp.update` refuses state of another name; an empty name takes any state.
-        extra_arg_names: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss. Other names
-            are refused. If None, the names are read from the signatures; a signature with ``**extra`` takes any name. A wrapper
-            with ``**extra`` passes the ``extra_arg_names`` of its inner transformation.
+        extra_arg_names: names of extra arguments that ``update`` and ``apply`` use, such as ``value``, the loss. All names but
+            these and ``value`` are refused. If None, the names are read from the signatures; a signature with ``**extra`` takes
+            any name. A wrapper with ``**extra`` passes the ``extra_arg_names`` of its inner transformation.
     """
 
     init: Callable[..., Any]

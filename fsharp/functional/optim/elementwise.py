@@ -295,9 +295,9 @@ def _in_place_transform(
     *,
     is_decoupled: bool = True,
 ) -> Transform:
-    """Return a transformation made of ``step``, a fused kernel that changes parameters in place.
+    """Return a transformation made of ``step``, which runs a kernel on parameters: in place if they are donated.
 
-    ``apply`` runs ``step`` on the parameters. ``update`` runs ``step`` on zeros, and returns the changed zeros as updates: new
+    ``apply`` runs ``step`` on the parameters. ``update`` runs ``step`` on zeros, and returns the results as updates: new
     minus old parameters would lose digits. On zeros ``step`` cannot decay. So ``update`` adds weight decay to the updates, or
     to gradients if not ``is_decoupled``.
     """

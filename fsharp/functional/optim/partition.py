@@ -135,8 +135,8 @@ def masked(inner: Any, mask: Patterns) -> Transform:
     Raises:
         PatternError: in ``init``, a pattern matches no leaf.
 
-    Cost: state for all leaves, and one more pass over the gradients. For state of the selected leaves alone use labels and
-    :func:`partition`.
+    Cost: state for all leaves, and one more pass over the gradients. For state of the selected leaves alone give leaves labels,
+    ``plan(labels=...)``, and use :func:`partition`.
     """
     tx = as_transform(inner)
 

@@ -31,7 +31,7 @@ def trial_fingerprint(where: str, init: Init, update: Update, params: Any) -> st
     The fingerprint is the sum of magnitudes, in four digits. Of ``params`` only structure, layout, dtypes and device are read.
     Raises TreeError if updates depend on how buffers join and cut leaves, change from run to run, or cannot be computed.
 
-    Cost: about ten updates of tensors whose dims have sizes of at most 3. Torch's global random generators do not change.
+    Cost: at most 17 updates of tensors whose dims have sizes of at most 3. Torch's global random generators do not change.
     """
     trial = _OptimizerTrial(params)
     with torch.random.fork_rng(trial.cuda_devices), torch.no_grad():
@@ -190,7 +190,7 @@ class _OptimizerTrial:
 
 
 def isclose(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return, for each element, whether ``x`` and ``y`` differ by at most ``sqrt(eps)`` times the largest ``abs(x)``.
+    """Return, for each element, whether ``x`` and ``y`` differ by at most ``sqrt(eps)`` times the largest finite ``abs(x)``.
 
     ``eps`` is that of the dtype of ``x``. Two NaN are close, and so are two equal infinities.
     """

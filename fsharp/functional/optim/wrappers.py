@@ -58,8 +58,8 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
         OptionError: ``max_consecutive_errors`` is negative.
         AgreementError: in ``update``, on all ranks: ranks have counted different numbers of skipped updates.
 
-    Cost: one pass over the gradients, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. Before a
-    skipped update ranks compare their counts: 40 bytes for each axis.
+    Cost: one pass over the gradients, and one ``all_reduce`` of 4 bytes for each axis, for which the host waits. If a gradient
+    is infinite or NaN, ranks also compare their counts: 40 bytes for each axis.
     """
     if max_consecutive_errors < 0:
         raise OptionError(
@@ -212,7 +212,7 @@ def _conditional_transform(
 
 
 def with_unchanged_paths(tx: Transform, paths: Container[str]) -> Transform:
-    """Wrap ``tx.apply`` so that parameters at ``paths``, and the state for each of their elements, keep their values."""
+    """Return ``tx`` with an ``apply(grads, state, params)`` that changes no element at ``paths`` of parameters or state."""
 
     def fixed_leaves(node: Sharded, comm: Comm) -> dict[str, Any]:
         return {path: here for path, here in node.local_leaves(comm.rank).items() if path in paths}

@@ -132,8 +132,8 @@ class BoundSchedule:
 def describe_first_mismatch(schedule: Schedule, units: dict[str, UnitState]) -> str:
     """Return text about the first fact in a schedule that does not hold for ``units``; empty if the units can follow it.
 
-    Memory of outgoing gradients may be larger than necessary, and gradients may rest in the arena or beside it: neither is a
-    mismatch. Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_and_offload` compares them.
+    No mismatch: memory of gradients before their reduction that is larger than necessary, or gradients at rest outside of the
+    arena. Bytes in host memory are known later: :meth:`~fsharp.stateful.runtime.step.Step.gather_and_offload` compares them.
     """
     gradients = num_gradients_by_microbatch(schedule.program.events)
     for facts in schedule.program.units:

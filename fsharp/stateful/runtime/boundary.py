@@ -61,7 +61,7 @@ _RECEIVER_NODE: type = _GradientReceiver._backward_cls
 
 
 def find_unit_use(leaf: torch.Tensor) -> "UnitUse | None":
-    """Return the use that has handed out ``leaf``; None for a tensor without gradient, or that no use has handed out."""
+    """Return the use that has handed out the differentiable ``leaf``; None for any other tensor."""
     return getattr(leaf.grad_fn, "use", None) if isinstance(leaf.grad_fn, _RECEIVER_NODE) else None
 
 
@@ -154,7 +154,7 @@ class UnitUse:
     def make_gradient_allocator(self, leaf: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return a function that allocates memory for a gradient of a leaf, for a module that writes gradients by itself.
 
-        The function keeps the leaf alive, as a module may hold the leaf by a weak reference. The leaf's memory may be released.
+        The function keeps the leaf alive, which a module may hold by a weak reference, but not the leaf's gathered memory.
         """
         buffer = self.unsharded
         if buffer is not None and buffer.where is None and buffer.full is not None and type(leaf) is torch.Tensor:

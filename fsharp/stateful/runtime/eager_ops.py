@@ -69,7 +69,7 @@ class EagerOps:
     ) -> Iterator[BoundOp]:
         """Yield the ops at an event, except ops that :meth:`with_following_ops` adds. The caller runs each op before the next.
 
-        ``forward_buffer``: in a backward, the buffer in which the forward had its parameters.
+        ``forward_buffer``: the buffer into which the forward of this use has gathered; None where this forward begins.
         """
         self._event_index = event_index
         phase: Phase = "backward" if event.kind.startswith("backward") else "forward"
@@ -133,7 +133,7 @@ class EagerOps:
             yield self._append_bound_op(ops.WAIT, unit, phase, unsharded=unsharded, after=self._last.get("gather"))
 
     def _release_overlaps_in_arena_of_left_schedule(self, unsharded: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
-        """Yield ops that release buffers which overlap ``unsharded``, in the arena of the schedule that was left.
+        """Yield ops that release other buffers at bytes of ``unsharded``, in the arena of the schedule that the step has left.
 
         Raises ScheduleError if a buffer is in use, or callers have views of a gradient there.
         """
@@ -195,9 +195,9 @@ class EagerOps:
     def _accumulate_reduced(
         self, spec: OpSpec, unit: UnitState, *, after: int | None = None, block: OutgoingBlock | None = None
     ) -> Iterator[BoundOp]:
-        """Yield the op that adds a reduction's result to the gradient; if encoded parts arrive, first a ``decode_sum``.
+        """Yield the op ``spec`` that adds a reduction's result to the gradient. ``after``: number of the reduction's op.
 
-        ``after``: number of the reduction's op. ``block``: the memory of the reduction.
+        If ranks send encoded parts, first yield an op that decodes and sums them. ``block``: the memory of the reduction.
         """
         decode = ops.DECODE_SUM if spec is ops.ACCUMULATE else ops.FINAL_DECODE_SUM
         [phase] = spec.phases

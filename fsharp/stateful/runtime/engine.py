@@ -54,7 +54,7 @@ class ScheduledEngine(Engine):
         """Return whether the engine can run a forward of units, with the units of their tied leaves.
 
         The result is False under ``torch.func`` and ``make_fx``, and for nodes that are donated, or rest elsewhere than
-        parameters. The result is also False if a node's buffer requires a gradient, or if encoded parameters could get none.
+        parameters. Also False if a buffer requires a gradient, or if encoded parameters that need a gradient could get none.
         """
         if torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return False

@@ -33,7 +33,7 @@ class Work:
         self._finish, self._result, self._lock = finish, result, Lock()
 
     def wait(self) -> Any:
-        """Block until the collective is done. Return ``result``, or what ``finish()`` returned. Each call raises its error."""
+        """Block until the collective is done. Return ``result``, or what ``finish()`` returned. If it fails, all calls fail."""
         if self._finish is not None:
             with self._lock:
                 if self._finish is not None:
@@ -66,8 +66,8 @@ class Summand(NamedTuple):
 class Transport(ABC):
     """Asynchronous collectives along one axis of a :class:`~fsharp.Comm`. Results have the same bits as those of the Comm.
 
-    Several buffers of one dtype in one call are one collective: packed, unless :meth:`should_pack` returns False. A ``label``
-    says what a call is for, as in :class:`~fsharp.Comm`.
+    Several buffers of one dtype in one call are one collective. They are packed into one buffer, unless :meth:`should_pack`
+    returns False: then each is a message of its own. A ``label`` says what a call is for, as in :class:`~fsharp.Comm`.
     """
 
     is_async = False

@@ -42,7 +42,7 @@ class Lanes:
     ) -> AbstractContextManager:
         """Return a context whose work runs on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after the ops ``after``.
 
-        With ``after_compute`` the work also waits for all work of compute so far. ``op``: key by which later ops wait for it.
+        With ``after_compute`` also after all work of compute so far. ``op``: key by which later ops wait for this work.
         """
         return _NO_CONTEXT
 

@@ -55,7 +55,7 @@ class ShardedTensor(torch.Tensor):
     - All other functions raise an error, unless every rank holds the whole tensor: then the part works like any tensor.
     - A function that would need a gradient of a parameter raises an error: call it under ``torch.no_grad()``.
 
-    If every rank holds the whole tensor, a part is pickled as a plain tensor. Pickling any other part is an error.
+    If every rank holds the same whole tensor, a part is pickled as a plain tensor. Pickling any other part is an error.
 
     Attributes:
         path: name of the parameter in its module.
@@ -168,7 +168,7 @@ class ShardedTensor(torch.Tensor):
     @property
     @api_boundary
     def data(self) -> "ShardedTensor":
-        """This part, detached, in the same memory. A write changes both, and the module notices it."""
+        """This part, detached, in the same memory. A write to either changes both, and the module notices the write."""
         return ShardedTensor.from_local(self.local, self)
 
     @data.setter
@@ -331,7 +331,7 @@ class ShardedTensorOwner(Protocol):
         """Release the gradient of one parameter."""
 
     def check_can_unscale(self) -> None:
-        """With ``Precision(feedback=True)`` raise a ScheduleError, and set the residuals to zero: they have the loss scale."""
+        """With ``Precision(feedback=True)`` set residuals, which have the loss scale, to zero, and raise a ScheduleError."""
 
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Sequence[torch.Tensor | None]:
         """Run ``torch.autograd.grad`` with respect to parameters of the module."""
