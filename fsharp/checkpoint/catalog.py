@@ -103,7 +103,7 @@ def save_time_of(path: str) -> float:
 
 
 def is_foreign_checkpoint(names: Collection[str]) -> bool:
-    """Return whether names in a folder are those of a Hugging Face checkpoint. A folder with checkpoint folders is a root."""
+    """Return whether names in a folder are those of a Hugging Face checkpoint; False if one is a checkpoint folder's."""
     return huggingface.is_huggingface_folder(names) and not any(map(_FOLDER_PATTERN.fullmatch, names))
 
 
@@ -416,7 +416,7 @@ def remove_incomplete(root: str | os.PathLike[str], suffix: str = "") -> list[st
 
 
 def _files_belong_to_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Return whether each file in ``folder`` begins like a file of save ``save_id``, as far as the file reaches."""
+    """Return whether each file in ``folder`` begins like a file of save ``save_id``, or was cut off within this beginning."""
     for name in storage.list_names(folder):
         if name == MANIFEST_NAME:
             skipped, start = 0, MANIFEST_FIRST_BYTES

@@ -40,7 +40,7 @@ _LeafPieces = tuple[tuple[int, ...], Callable[[int], "Piece"], slice]
 
 
 class Piece(NamedTuple):
-    """Elements ``[first, last)`` of a flattened tensor on one rank: number ``replica`` of ``num_replicas`` ranks with these."""
+    """Elements ``[first, last)`` of a flattened tensor on a rank: copy number ``replica`` of ``num_replicas`` equal copies."""
 
     first: int
     last: int
@@ -86,7 +86,7 @@ class TensorEntry:
         local: the elements of this rank, 1-D.
         is_replicated: whether the tensor has to be equal on all ranks, as a tensor outside of Sharded; ranks compare values.
         is_group_scalar: whether the value is one number for all leaves of a buffer, such as a step count.
-        is_per_rank: whether each rank has a value of its own: a :class:`PerRank`, whose dim 0 counts ranks.
+        is_per_rank: whether each rank has a value of its own, in a :class:`PerRank`. Then dim 0 of ``shape`` counts ranks.
     """
 
     name: str
@@ -244,7 +244,7 @@ def counters_to_dicts(state: Any) -> Any:
 
 
 def load_if_object(owner: Any, state: Any) -> Any:
-    """Call ``owner.load_state_dict(state)``, and return ``owner``. If ``owner`` has no such method, return ``state``.
+    """Call ``owner.load_state_dict(state)``, and return ``owner``. If ``has_state_dict(owner)`` is False, return ``state``.
 
     Where the state dict of ``owner`` has a ``collections.Counter``, the dict in ``state`` is first made a Counter again.
     """

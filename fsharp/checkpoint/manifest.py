@@ -256,7 +256,7 @@ def _checked_count(value: Any) -> int:
 
 
 def checked_shape(sizes: Any) -> tuple[int, ...]:
-    """Return ``sizes``, from a file, as the shape of a tensor. Raises ValueError if they cannot be a shape."""
+    """Return ``sizes``, from a file, as the shape of a tensor. Raises ValueError or TypeError if they cannot be one."""
     shape = tuple(map(_checked_count, sizes))
     _checked(sizes, "a shape", is_right=len(shape) <= _MAX_DIMS and math.prod(size or 1 for size in shape) < 1 << 62)
     return shape

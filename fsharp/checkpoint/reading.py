@@ -178,7 +178,7 @@ class ShardFileReader:
             self.fill_targets(each, buffer)
 
     def coalesced_reads(self, ranges: Sequence[FileRange], buffer_nbytes: int) -> list[CoalescedRead]:
-        """Return reads of whole blocks, of at most ``buffer_nbytes``, that cover ``ranges``: in order, without overlaps."""
+        """Return reads that cover ``ranges`` in order, each at most ``buffer_nbytes`` or a block. Digests need whole blocks."""
         block, most = BLOCK_NBYTES if self._table else 1, max(BLOCK_NBYTES, buffer_nbytes // BLOCK_NBYTES * BLOCK_NBYTES)
         found, start, stop = list[CoalescedRead](), 0, 0
         for file_range in ranges:

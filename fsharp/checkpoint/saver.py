@@ -114,7 +114,7 @@ class BackgroundSaver:
 
     @api_boundary
     def wait(self) -> None:
-        """Wait until the save under way has ended. Raises CheckpointError if it has failed, or in a forked process.
+        """Wait until the save under way has ended. Raises CheckpointError if the save has failed, or in a forked process.
 
         If the disk of one rank hangs, all ranks raise a CheckpointError after the time limit of ``connect(timeout=)``. On one
         rank the wait has no limit.
@@ -325,7 +325,7 @@ callbacks_before_leaving.append(_wait_for_all_saves)
 
 @atexit.register
 def _exit_if_save_failed() -> None:
-    """Exit with status 1 if a save in the background has failed, and no call of the Saver has raised its error."""
+    """Wait for saves in the background. For an error that no ``wait()`` has raised, print the error and exit with status 1."""
     failed = False
     for each in list(_busy_savers):
         try:

@@ -273,9 +273,9 @@ class FolderClaim:
 
     @staticmethod
     def read_token(folder: str, size: int) -> bytes:
-        """Return the first ``size`` bytes of the token in a claimed folder; zeros if no process has claimed it.
+        """Return the first ``size`` bytes of the token that the newest claim of ``folder`` has written; zeros if there is none.
 
-        The owner itself must not call this method: closing a file releases the process's locks on the file.
+        The process that has the claim must not call this method: the call closes the file, which would release the claim.
         """
         data = bytearray(size)
         with suppress(CheckpointError):  # without the folder, or without a claim of it, the result is zeros

@@ -156,8 +156,8 @@ class RankMembership:
 def stop_kinds_and_limits(store: KeyStore, number: int, size: int) -> dict[int, tuple[StopKind, float]]:
     """Return, by rank, ``(kind, limit_s)`` of the ranks that have stopped in generation ``number``.
 
-    ``kind`` and ``limit_s`` are the rank's arguments of :meth:`RankMembership.wait_for_next_generation`. ``size``: number of
-    ranks of the job.
+    ``kind``: ``"own"`` if the rank itself raised an error, ``"heard"`` if another rank's failure ended its collective.
+    ``limit_s``: seconds that other ranks have to stop as well, before the launcher kills them. ``size``: number of ranks.
     """
     keys = {rank: f"stopped/{number}/{rank}" for rank in range(size)}
     return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}

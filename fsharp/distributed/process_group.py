@@ -117,7 +117,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group along ``axis``. After an abort over NCCL all ranks call this, which makes a new group."""
+        """Return the process group along ``axis``. After an abort over NCCL all ranks must call this, to make a new group."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -229,7 +229,7 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Return the elementwise sum (in order of rank), maximum or minimum over ranks of ``x``."""
+        """Return the elementwise sum, maximum or minimum over ranks of ``x``. For the order of sums see ``rank_order``."""
         try:
             n = self.mesh.axis_size(axis)
             check_reduce_op(op)
@@ -426,7 +426,7 @@ class P2PChannel(NamedTuple):
 
 
 def with_own_numbering(comm: Comm) -> Comm:
-    """Return a Comm of the same ranks that counts its own collectives; ``comm`` itself if it has no process groups."""
+    """Return a Comm of the same ranks. If ``comm`` has process groups, the result counts its own collectives, from 0."""
     if isinstance(comm, CountingComm):
         return replace(comm, inner=with_own_numbering(comm.inner))  # shares the counter
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm

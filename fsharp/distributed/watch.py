@@ -70,8 +70,8 @@ class WatchedCall:
         number: position of the collective among those of the watch, from 0; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if this rank waits for no message.
-        blocked: statuses of ranks that may be in a deadlock with this rank, by rank and watch. This rank waits for such a rank
-            in this watch, and the other rank waits for this rank in another watch.
+        blocked: statuses of ranks that may be in a deadlock with this rank: they wait for this rank in a collective of another
+            Comm, and this rank waits for them in this collective. Keys: rank, and name of the watch of the other Comm.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "blocked", "label", "number", "peer", "tag")
@@ -129,7 +129,7 @@ class WatchedCall:
 
 
 class StatusExchange:
-    """The statuses (:class:`RankStatus`) that ranks write for each other on ``board``. All Comms of the same ranks share it.
+    """The statuses (:class:`RankStatus`) that ranks write for each other on ``board``. All Comms of these ranks share one.
 
     Attributes:
         waited_s: seconds for which this process's main thread has waited for collectives.

@@ -30,7 +30,7 @@ def picture_path(path: str | os.PathLike[str]) -> str:
 
 
 def write_figure(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure of matplotlib to :func:`picture_path`, in the format that the suffix names."""
+    """Write a figure of matplotlib to ``path``, in the format of its suffix. Without a suffix add ``.png``."""
     target, data = picture_path(path), io.BytesIO()
     figure.savefig(data, format=Path(target).suffix[1:].lower())
     write_file(target, data.getvalue())

@@ -276,7 +276,7 @@ def _codec_bandwidth(schedule: Schedule, rows: Iterable[TraceRow], in_flight: "I
 
 
 class IntervalUnion:
-    """A union of intervals of time. Methods measure the union, and the seconds that slowed work would take at full speed."""
+    """A union of intervals of time, such as those of collectives, during which the host works more slowly."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         self.parts = union_of_intervals(intervals)

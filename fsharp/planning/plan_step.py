@@ -31,7 +31,7 @@ class Use:
         units: names of the units, in the order in which the call gathers them: owners of tied leaves come first.
         inner: the calls inside of this call, as of a module within a module.
         has_backward: whether a backward reaches the call: False if the call's results depend on no trained parameter.
-        ties: the units in ``units`` that only lend leaves: leaves of other units of the call are tied to these leaves.
+        ties: the units in ``units`` that the call gathers only because leaves of its other units are tied to their leaves.
     """
 
     units: tuple[str, ...]
@@ -154,7 +154,7 @@ def walk_nested_uses(uses: Iterable[T]) -> Iterator[T]:
 
 
 def uses_of_modules(layout: Layout, owners: Mapping[str, Sequence[str]]) -> list[Use]:
-    """Return a use of each module, inside of the use of the module around it. ``owners``: by path, the units it gathers."""
+    """Return a use of each module, inside of the use of the module around it. ``owners``: by path, a module's units."""
     inner: dict[str | None, list[str]] = {}
     for path in (around := {path: None for path, names in owners.items() if names}):
         inner.setdefault(innermost_prefix(path.rpartition(".")[0], around) if path else None, []).append(path)

@@ -61,8 +61,8 @@ def search_candidates(
         combinations: the combinations to predict.
         budget: the most bytes that a rank may use.
         tolerance: fraction of the fastest step's time, such as 0.02.
-        effort: number of units of layouts to simulate, counted once for each microbatch. Infinite simulates all combinations
-            whose memory without the arena fits into ``budget``.
+        effort: number of units of layouts to simulate; each counts once for each microbatch. Infinite simulates all
+            combinations whose memory without the arena fits into ``budget``.
         show: whether to show a progress bar.
     """
     found: dict[CandidateNames, Candidate] = {}
@@ -157,7 +157,7 @@ def least_seconds(layout: Layout, arguments: StepArguments, *, is_one_group: boo
 
 @contextmanager
 def progress_bar(total: int, *, show: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function of a text, which counts one more of ``total`` as done.
+    """Yield ``advance(text)``, a function that counts one more of ``total`` as done.
 
     With ``show``, and after a second, the function draws a progress bar and the text on stderr.
     """

@@ -45,7 +45,7 @@ class UnitCall:
         units: names of the units that the call uses; units that own tied leaves come before units that share them.
         fn: the called function, which takes ``operands`` or other tensors.
         operands: parameters and arguments, with tensors on the meta device.
-        ties: names of units that only lend leaves: leaves of other units of the call are tied to these leaves.
+        ties: names of units that the call gathers only because leaves of its other units are tied to their leaves.
         inner: the calls inside of this call.
         has_backward: whether a backward reaches the call.
         flops: FLOPs of the forward, without those of inner calls.

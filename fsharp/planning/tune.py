@@ -102,8 +102,8 @@ def tune(
             unit. Each part of such a layer is tried as a unit as well, and without ``loss_fn`` the whole tree as one unit.
             Parts and the whole tree are not tried if ``activations`` is given, or a :class:`~fsharp.inspect.Hardware` without
             ``device``.
-        formats: precisions by name. By default only ``Precision()``, as other precisions change values. If some strategies do
-            not fit a format, such as ``zero3`` and ``update``, they lose with this reason.
+        formats: precisions by name. By default only ``Precision()``, as other precisions change values. A strategy that does
+            not fit a precision loses with this reason, such as ``zero3`` with ``Precision(update=...)``.
         policies: policies by name.
         remat: patterns of units whose activations are recomputed, by name. By default two choices are tried: no units; and, if
             this saves memory, the units of all innermost calls. The bytes that a recomputed unit keeps have to be known.
@@ -121,7 +121,7 @@ def tune(
         comm: the ranks. If given, all ranks call this function, compare their arguments, and share their measurements.
         tolerance: fraction of the fastest step's time within which candidates count as equally fast. The default is about the
             error of a prediction. With 0 the fastest candidate is chosen.
-        effort: number of units to simulate in all steps together, counted once for each microbatch. ``math.inf`` simulates
+        effort: number of units to simulate in all steps together; each counts once for each microbatch. ``math.inf`` simulates
             every candidate that may fit, also candidates that cannot be the fastest. Until a candidate fits, all are simulated.
         progress: whether to show a bar on stderr after one second. None means yes on rank 0 if stderr is a terminal.
 

@@ -83,7 +83,7 @@ class ModuleScales:
 
     @contextmanager
     def restoring_maxima(self) -> Iterator[None]:
-        """Return a context for casts that must not count: at its end the newest entries of all histories are as before."""
+        """Return a context for casts that must not count: at its end the newest maximum of each weight is as before."""
         newest = [self.quantizer(path).amax for path in self._places]
         before = [x.clone() for x in newest]
         try:

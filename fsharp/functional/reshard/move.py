@@ -34,10 +34,10 @@ class MeshChange:
     def is_source_for(self, source: int, target: int, place: MeshPlacement) -> bool:
         """Return whether rank ``target`` of the new mesh may take elements from rank ``source`` of the old mesh.
 
-        ``place``: the place of the elements on the old mesh. Along a replicated axis the source has the old coordinate of the
-        target. For a target that joins, the source has the coordinate of old rank ``target % number of old ranks``. So ranks
-        that join take from different old ranks. Along a varying axis the source has the coordinate that the target has on the
-        new mesh.
+        ``place``: the place of the elements on the old mesh. Along a replicated axis, ``source`` must have the coordinate that
+        the target had on the old mesh. If the target was not there, the coordinate of old rank ``target % number of old ranks``
+        counts, so that ranks that join take from different ranks. Along a varying axis, ``source`` must have the coordinate
+        that the target has on the new mesh.
         """
         mesh, rank = self.old_mesh, self.new_ranks[target]
         near = self.old_ranks.index(rank) if rank in self.old_ranks else target % mesh.size

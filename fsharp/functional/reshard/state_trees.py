@@ -37,7 +37,7 @@ class StateTree:
         name: the path with names of fields, for messages.
         kind: where the state tree rests in the new layout: ``"params"`` or ``"optim"``.
         nodes: the :class:`~fsharp.Sharded` nodes in the old layout, in tree order.
-        is_cast: whether buffers are cast to the compute dtype of the new layout.
+        is_cast: whether buffers are cast to the dtypes of the new layout: see :meth:`sent_dtype`.
     """
 
     path: Path
@@ -65,9 +65,9 @@ class StateTree:
         return unit.strategy.params if self.kind == "params" else unit.strategy.optim
 
     def sent_dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
-        """Return the dtype in which a group's elements travel: the dtype of the old buffer, unless this state tree is cast.
+        """Return the dtype in which elements travel to the buffer of group number ``group`` of ``unit``, in the new layout.
 
-        ``unit``: the group's unit in the new layout.
+        This is the old buffer's dtype. If ``is_cast``, it is the new dtype ``compute``, or ``main`` for a group with a format.
         """
         if self.is_cast:
             dtypes = unit.groups[group].dtypes
@@ -86,8 +86,8 @@ class StateTree:
 def checked_state_trees(tree: Any, layout: Layout, default_kind: StatePlace, *, default_cast: bool) -> list[StateTree]:
     """Return the state trees in a user's tree, in tree order, after a check that they can move to ``layout``.
 
-    In a TrainState, ``params`` have the kind ``"params"``, all other fields the kind ``"optim"``, and ``is_cast`` is False. A
-    state tree outside of a TrainState has the arguments ``default_kind`` and ``default_cast`` as its ``kind`` and ``is_cast``.
+    In a TrainState, :attr:`StateTree.kind` is ``"params"`` for ``params`` and ``"optim"`` for all other fields, and
+    :attr:`StateTree.is_cast` is False. Outside of a TrainState these are ``default_kind`` and ``default_cast``.
 
     The path of a node is the path of its state tree, followed by the path of its unit. Raises a TreeError if there is no node,
     a node is not at this path, or a state tree contains another leaf than its nodes. Raises the errors of
@@ -146,9 +146,9 @@ def replace_state_trees(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> 
 def _check_state_tree(state_tree: StateTree, layout: Layout) -> None:
     """Raise an error if a state tree cannot move to ``layout``.
 
-    Raises a TreeError if a unit is donated, partial or gathered. Raises a LayoutError if ``layout`` has other leaves, or
-    another fact of a leaf (see :func:`_leaf_facts_to_compare`). The same error is raised for a group whose leaves have several
-    dtypes in the state tree.
+    Raises a TreeError if a unit is donated, partial or gathered, or a buffer has not one number for each element. Raises a
+    LayoutError if ``layout`` has other leaves, or other facts of a leaf (see :func:`_leaf_facts_to_compare`). The same
+    error is raised if leaves of one new group have several dtypes in the state tree, or only some of them are in it.
     """
     for node in state_tree.nodes:
         _check_at_rest(state_tree, node)

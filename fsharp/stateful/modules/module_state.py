@@ -77,7 +77,7 @@ class ModuleTrainState:
         self.train_state, self.opt_user = self.train_state._replace(opt=opt, made_by=made_by), self.opt_user and id(user)
 
     def use_opt(self, where: str, user: object) -> Any:
-        """Record ``user`` as the optimizer of ``train_state.opt``, and return ``opt``. ScheduleError if ``opt`` has another."""
+        """Record ``user`` as the optimizer of ``train_state.opt``, and return ``opt``. ScheduleError if it has another one."""
         if self.opt_user not in (None, id(user)):
             raise ScheduleError(
                 f"{where}: another optimizer of this module uses the state of an (init, update) pair, of which a module keeps "

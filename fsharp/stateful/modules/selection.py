@@ -86,7 +86,7 @@ def gathered_units_by_module(layout: Layout, chosen: Iterable[str]) -> Mapping[s
 def methods_by_module(
     module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return which of ``names`` are methods of the root and of each chosen module. A name of no method is an error."""
+    """Return by path which of ``names`` the root and each chosen module have as methods. Error for a name that none has."""
     modules = {"": module, **chosen}
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
     for name in dict.fromkeys([names] if isinstance(names, str) else names):

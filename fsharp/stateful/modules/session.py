@@ -222,7 +222,7 @@ class ModuleSession:
         """Run ``torch.autograd.grad``. The gradient of a parameter is the mean over ranks, sharded as the parameter is.
 
         Afterwards ``.grad`` is None, and backwards of other forwards still work. It is an error to pass ``create_graph=True``,
-        ``is_grads_batched=True`` or parameters of several modules, to have feedback, or to come after a backward of the step.
+        ``is_grads_batched=True`` or parameters of several modules, with ``feedback=True``, or after a backward of this step.
         """
         if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
@@ -273,7 +273,7 @@ class ModuleSession:
 
     @contextmanager
     def showing_averages(self, averages: Mapping[tuple[str, int], torch.Tensor]) -> Iterator[None]:
-        """In this context parameters have the values of ``averages``, by (name of the unit, group). All ranks do this."""
+        """In this context parameters have the values of ``averages``, by (name of the unit, group). All ranks have to enter."""
         state, copies = self.state, units_of(self.state.main_parameters())
         shown = {(node.name, g): x for node in copies for g, x in zip(node.groups, node.buffers, strict=True)}
         nodes = units_of((trainable(state.train_state.params), state.train_state.main))

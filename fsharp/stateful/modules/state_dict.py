@@ -142,7 +142,7 @@ def make_parts_whole_(
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on ``rank``, or on all ranks if ``rank`` is None.
 
-    There other tensors are copied to host memory; dicts elsewhere do not change. Return whether this rank has whole tensors.
+    These ranks copy all other tensors to host memory; dicts of other ranks do not change. Return whether this is such a rank.
     All ranks have to call this function, with equal keys. Raises TreeError if a part varies along an axis of several ranks.
     ``kind_of`` returns the kind of a key, such as ``"exp_avg"``, by which parts of one parameter are told apart.
     """
@@ -180,7 +180,7 @@ def make_parts_whole_(
 
 
 def gather_whole_tensors(parts: Iterable[ShardedTensor], comm: Comm) -> Iterator[tuple[ShardedTensor, torch.Tensor]]:
-    """Yield pairs of a part and the whole tensor; for a DTensor the whole of this rank's local tensor.
+    """Yield ``(part, whole)`` for each part. Of a DTensor parameter fsharp shards the local tensor: this is then ``whole``.
 
     All ranks have to iterate to the end. Memory: one unit, of which yielded tensors are views.
     """

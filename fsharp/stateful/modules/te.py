@@ -57,7 +57,7 @@ def scale_indices_of_fused_wgrads(module: Any) -> dict[str, int]:
 def lending_gradient_memory(weights: Sequence[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Let TransformerEngine write gradients of ``weights``, pairs of path and weight, to memory of the scheduler.
 
-    TreeError outside of a scheduler. ``grad_added_to_main_grad`` is not set: TransformerEngine would also return a gradient.
+    TreeError outside of a scheduler. ``grad_added_to_main_grad`` stays unset: if set, the module would also return a gradient.
     """
     for path, weight in weights:
         given: Any = weight

@@ -162,7 +162,7 @@ class _AddressSearch:
                 yield self._overlap_order_from_item(seed)
 
     def _overlap_order_from_item(self, first: int) -> list[int]:
-        """Return an order from item ``first`` on. Each next item is live together with the most bytes of earlier ones."""
+        """Return an order that begins with item ``first``. Next is always the item live beside most bytes of earlier items."""
         lifetimes, met, order = self.lifetimes, dict.fromkeys(range(len(self.items)), 0), list[int]()
         self.num_compared += len(self.items) ** 2 // 2
         while met:

@@ -67,7 +67,7 @@ class GradientOps:
             self._emit_reduction(bucket)
 
     def end_microbatch(self) -> None:
-        """End a microbatch: add the results of its reductions, and begin all reductions to the optimizer's shards."""
+        """Add the results of the microbatch's reductions. If a ``reduce`` event follows, begin the missing final reductions."""
         while any(ops[0].phase == "backward" for ops in self._under_way):
             self._end_oldest_reductions()
         for unit in self._is_incomplete:

@@ -47,7 +47,7 @@ class ParameterOps:
         self._fetched: list[UnplacedOp] = []  # fetches for the next update
 
     def emit_releases_of_event(self, phase: Phase) -> None:
-        """Emit the releases that are planned for this event."""
+        """Emit the releases that are planned for the event number ``OpList.event_index``."""
         for unit in (unit for bucket in self._changes[self._ops.event_index].released for unit in bucket):
             gather = self._gathers.pop(unit, None)
             after = (gather,) if gather is not None and unit not in self._ready else ()  # no wait has followed the gather
@@ -55,7 +55,7 @@ class ParameterOps:
             self._ready.discard(unit)
 
     def emit_gathers_of_event(self, phase: Phase) -> None:
-        """Emit the gathers that are planned for this event."""
+        """Emit the gathers that are planned for the event number ``OpList.event_index``."""
         self._emit_gathers_of_buckets(self._changes[self._ops.event_index].gathered, phase, self._updated)
 
     def _emit_gathers_of_buckets(self, buckets: Iterable[Bucket], phase: Phase, after: tuple[UnplacedOp, ...]) -> None:

@@ -61,7 +61,7 @@ class OpList:
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # ops that have read a buffer since its last change
 
     def begin_event(self, event_index: int) -> None:
-        """Let the host issue the ops that are added from now on at the program's event number ``event_index``."""
+        """Set the event, by number in ``program.events``, at which the host issues the ops that are added from now on."""
         self.event_index = event_index
 
     def add_with_following_ops(self, spec: OpSpec, unit: str, phase: Phase, **fields: Any) -> UnplacedOp:
@@ -107,7 +107,7 @@ class OpList:
                 )
 
     def extend_buffer_lifetime(self, op: UnplacedOp) -> None:
-        """Add a mark, up to which the buffer of ``op`` stays reserved though no op uses it."""
+        """Add a mark to ``ops``, an entry that is no op. Up to the mark the buffer of ``op`` stays reserved, though unused."""
         self.ops.append(
             UnplacedOp(op.spec, op.unit, op.phase, self.event_index, op.buffer, frees=op.buffer is not None, marked_op=op)
         )

@@ -226,7 +226,7 @@ class FullUnit:
         return tensor
 
     def register_alias(self, tensor: torch.Tensor) -> None:
-        """Register an alias of a leaf, so that :meth:`take_memory_from_leaves` also takes the alias's memory."""
+        """Register an alias of a leaf, so that :meth:`take_memory_from_leaves` also makes the alias empty."""
         if any(each.is_for_tensor(tensor) for each in self._handed_out):
             return
         plain = [leaf.path for i, leaf in enumerate(self.leaf_table.stored) if i not in self._classed]

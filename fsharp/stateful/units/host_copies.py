@@ -104,6 +104,6 @@ class StateOffload:
         return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_away else x
 
     def _host_memory_for(self, x: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a copy of ``x``: memory that this update has fetched from, or new memory."""
+        """Return host memory for a copy of ``x``: memory whose values this update has copied to the device, or new memory."""
         spare = self._spare.get((x.shape, x.dtype))
         return spare.pop(0) if spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=self._device.type != "cpu")

@@ -265,9 +265,9 @@ class UnitGradient:
     def resume_accumulation(self, factor: int) -> None:
         """Let this step add to the gradient again, after its final reduction or after the mean gradients were handed out.
 
-        Sums in the memory of the gradient at rest were divided by ``factor``, and are now multiplied by it. If another final
-        reduction follows, these sums move to new memory until then, and the gradient at rest becomes zero. Sums with feedback
-        move as well: the reduction has overwritten their residuals, so their summands are not sent again.
+        Sums in the memory of the gradient at rest were divided by ``factor``, and are now multiplied by it. If these sums come
+        from a final reduction, or gradients have feedback, the next final reduction sends only later gradients: the sums move
+        to new memory, to be added to its result, and the gradient at rest becomes zero.
         """
         self.wait()
         if self.final is None:

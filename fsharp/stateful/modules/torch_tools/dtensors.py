@@ -48,7 +48,7 @@ class DTensorSpec:
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def reduce_over_ranks(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's parts, of replicas once. NaN stays NaN."""
+        """Return the elementwise sum, maximum or minimum of ``x`` over the DTensor's parts. Replicas count once; NaN stays."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         other = Partial() if op == "sum" else Shard(0)
@@ -58,7 +58,7 @@ class DTensorSpec:
 
 
 def dtensor_specs(module: nn.Module, comm: Comm) -> dict[str, DTensorSpec]:
-    """Return the specs of DTensors by path. TreeError: partial or on meta. MeshError: two ranks of ``comm`` share a DTensor."""
+    """Return the specs of DTensors by path. TreeError: partial or on meta. MeshError: on a mesh with two ranks of ``comm``."""
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, DTensorSpec] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
