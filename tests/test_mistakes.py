@@ -228,6 +228,7 @@ MISTAKES = {
     ),
     "a wildcard": (lambda: planned(tree={"as": [SHARED]}, units="a.*"), PatternError, "closest  as.*"),
     "a decay": (lambda: fs.optim.adamw(0.1, b1=1.5), OptionError, "adamw(): b1 is 1.5, expected a number in [0, 1)."),
+    "a decay of muon": (lambda: fs.optim.muon(0.1, beta=1.0), OptionError, "muon(): beta is 1.0, expected a number in [0, 1)."),
     "a path of a decay": (
         lambda: state(fs.optim.adamw(0.1, weight_decay={"**": 0.1, "v": 0.0})),
         PatternError,

@@ -70,6 +70,13 @@ def as_float(option: str, argument: Any, value: Any) -> float:
     return number
 
 
+def check_decays(where: str, **decays: float) -> None:
+    """Raise an OptionError if one of ``decays`` is outside of [0, 1)."""
+    for name, decay in decays.items():
+        if not 0 <= decay < 1:
+            raise OptionError(f"{where}: {name} is {decay!r}, expected a number in [0, 1).")
+
+
 def numbers_per_leaf(params: Any, **rules: PerPath) -> dict[str, dict[str, float]]:
     """Return, by name of a rule and by path, the number that the rule gives to each leaf of ``params``."""
     return {
@@ -142,6 +149,7 @@ def adamw(
     Source: Loshchilov and Hutter, arXiv 1711.05101. The kernel is torch's fused one: except for elements at the end of a
     tensor, one rank is bitwise equal to ``torch.optim.AdamW(fused=True)``. Names and defaults are those of ``optax.adamw``.
     """
+    check_decays("adamw()", b1=b1, b2=b2)
 
     def init(params: Any, /) -> AdamState:
         device = next((x.device for x in optree.tree_leaves(params) if isinstance(x, torch.Tensor)), torch.device("cpu"))
@@ -262,6 +270,7 @@ def lion(
 
     Source: Chen et al., arXiv 2302.06675, algorithm 2. Names and defaults are those of ``optax.lion``.
     """
+    check_decays("lion()", b1=b1, b2=b2)
 
     def init(params: Any, /) -> MomentumState:
         return MomentumState(0, optree.tree_map(torch.zeros_like, params))
@@ -301,9 +310,6 @@ def _in_place_transform(
     minus old parameters would lose digits. On zeros ``step`` cannot decay. So ``update`` adds weight decay to the updates, or
     to gradients if not ``is_decoupled``.
     """
-    for key in {"b1", "b2"} & settings.keys():
-        if not 0 <= settings[key] < 1:
-            raise OptionError(f"{name}(): {key} is {settings[key]!r}, expected a number in [0, 1).")
 
     def checked_init(params: Any, /) -> Any:
         numbers_per_leaf(params, lr_scale=lr_scale, weight_decay=weight_decay)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.errors import OptionError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import (
     InnerUpdate,
@@ -16,6 +15,7 @@ from fsharp.functional.optim.base import (
     wrapper_name,
     wrapper_update_and_apply,
 )
+from fsharp.functional.optim.elementwise import check_decays
 from fsharp.type_checks import options_checked
 
 
@@ -42,7 +42,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
     The state is :class:`EmaState`: one value for each parameter, in the dtype of parameters. For ``accumulator_dtype`` of optax
     use ``fs.optim.from_optax(optax.ema(...))``.
     """
-    _check_decay("ema()", decay)
+    check_decays("ema()", decay=decay)
 
     def update(updates: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
         new, count = optree.tree_map(lambda e, u: e * decay + u.to(e.dtype) * (1 - decay), state.ema, updates), state.count + 1
@@ -76,7 +76,7 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
     Raises:
         OptionError: ``decay`` is outside of [0, 1).
     """
-    _check_decay("with_ema()", decay)
+    check_decays("with_ema()", decay=decay)
     inner = as_transform(tx)
 
     def init(params: Any, /, *, comm: Comm | None = None) -> WithEmaState:
@@ -90,8 +90,3 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
     update, apply = wrapper_update_and_apply(step)
     config = {"with_ema": decay, "inner": dict(inner.config)}
     return Transform(init, update, config, apply, wrapper_name("with_ema", inner.name), inner.extra_arg_names)
-
-
-def _check_decay(where: str, decay: float) -> None:
-    if not 0 <= decay < 1:
-        raise OptionError(f"{where}: decay is {decay!r}, expected a number in [0, 1).")

@@ -11,7 +11,14 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import LeafAtom
 from fsharp.functional.layout.sharded import map_units, units_of
 from fsharp.functional.optim.base import Transform, exact_texts
-from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, numbers_per_leaf, schedule_value
+from fsharp.functional.optim.elementwise import (
+    MomentumState,
+    PerPath,
+    ScalarOrSchedule,
+    check_decays,
+    numbers_per_leaf,
+    schedule_value,
+)
 from fsharp.type_checks import options_checked
 
 _NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -82,6 +89,7 @@ def muon(
         A transformation with :class:`MomentumState`. Memory: one value of state for each parameter.
 
     Raises:
+        OptionError: ``beta`` is outside of [0, 1).
         LayoutError: in ``init``: a leaf is not a matrix, or is sharded without ``atoms=LeafAtom()`` in its plan.
         PatternError: in the first update: a pattern matches no leaf, or no pattern matches a leaf.
 
@@ -92,6 +100,7 @@ def muon(
 
     Source: Jordan et al., Muon, 2024; Moonlight, arXiv 2502.16982, for ``consistent_rms``; ``optax.contrib.muon``.
     """
+    check_decays("muon()", beta=beta)
 
     def init(params: Any, /) -> MomentumState:
         _check_whole_matrices(params)
