@@ -119,35 +119,44 @@ class Trainer(transformers.Trainer):
         """Load module, optimizer and learning rate schedule from the Trainer's folder ``checkpoint``, if the folder has them.
 
         Raises CheckpointError if the folder was written for a sharded module and the model is not sharded, or the reverse, or
-        if the learning rate schedule of a sharded module is missing.
+        if the learning rate schedule of a sharded module is missing. Raises AgreementError if ranks see different files.
         """
-        root = os.path.join(checkpoint or "", SHARDED_FOLDER)
         if not isinstance(self.model, ShardedModule):
-            if checkpoint is not None and os.path.isdir(root):
+            if checkpoint is not None and os.path.isdir(os.path.join(checkpoint, SHARDED_FOLDER)):
                 what = f"{checkpoint!r} has the optimizer of a sharded module, and the model is not sharded."
                 remedy = 'Pass the model through fs.shard_module(model, strategy=fs.ddp("dp")).'
                 raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif checkpoint is not None and os.path.isdir(root):
-            schedule = check_on_all_ranks("Trainer.train()", self.model.comm, lambda: _saved_schedule(checkpoint))
-            load(root, self._model_and_optimizer(), comm=self.model.comm)
-            self.lr_scheduler.load_state_dict(schedule)
         elif checkpoint is not None:
-            names = (_OPTIMIZER_FILE, _SCHEDULER_FILE)  # DeepSpeed and FSDP write the second of them and other folders
-            if found := [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]:
-                what = (
-                    f"{checkpoint!r} has no folder {SHARDED_FOLDER!r}. Either it is incomplete, or it has the optimizer of a "
-                    "module that was not sharded by fsharp, which cannot be loaded."
-                )
-                remedy = f"To begin with a new optimizer and schedule, remove {' and '.join(found)} from this folder."
-                raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
+            schedule = check_on_all_ranks(
+                "Trainer.train()",
+                self.model.comm,
+                lambda: _saved_schedule(checkpoint),
+                lambda found: {f"folder {SHARDED_FOLDER!r}": "is missing" if found is None else "is there"},
+            )
+            if schedule is not None:
+                load(os.path.join(checkpoint, SHARDED_FOLDER), self._model_and_optimizer(), comm=self.model.comm)
+                self.lr_scheduler.load_state_dict(schedule)
 
     def _model_and_optimizer(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer.optimizer}
 
 
 def _saved_schedule(checkpoint: str) -> Any:
-    """Return the state of the learning rate schedule. Raises CheckpointError if the folder ``checkpoint`` has no such file."""
+    """Return the state of the learning rate schedule, or None if the folder ``checkpoint`` has no optimizer and no schedule.
+
+    Raises CheckpointError if the folder has only one of the two, or the optimizer of a module that was not sharded.
+    """
+    if not os.path.isdir(os.path.join(checkpoint, SHARDED_FOLDER)):
+        names = (_OPTIMIZER_FILE, _SCHEDULER_FILE)  # DeepSpeed and FSDP write the second of them and other folders
+        if found := [name for name in names if os.path.isfile(os.path.join(checkpoint, name))]:
+            what = (
+                f"{checkpoint!r} has no folder {SHARDED_FOLDER!r}. Either it is incomplete, or it has the optimizer of a "
+                "module that was not sharded by fsharp, which cannot be loaded."
+            )
+            remedy = f"To begin with a new optimizer and schedule, remove {' and '.join(found)} from this folder."
+            raise CheckpointError(problem("Trainer.train()", what, remedy=remedy))
+        return None
     path = os.path.join(checkpoint, _SCHEDULER_FILE)
     if not os.path.isfile(path):
         what = f"{checkpoint!r} has no {_SCHEDULER_FILE}, so the optimizer in {SHARDED_FOLDER!r} would have no schedule."

@@ -1,6 +1,7 @@
 """fsharp.huggingface.trainer: transformers' Trainer trains, evaluates, saves and resumes a sharded Llama."""
 
 import os
+import re
 import shutil
 from functools import partial
 from pickle import UnpicklingError
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import CheckpointError
+from fsharp.errors import AgreementError, CheckpointError
 from fsharp.testing import processes
 from tests.huggingface.test_accelerator import as_torchrun
 
@@ -126,6 +127,10 @@ def on_two_ranks(folder, comm):
         trainer._load_optimizer_and_scheduler(f"{folder}/incomplete")
     found["no scheduler.pt"] = str(error.value)
     torch.testing.assert_close(trainer.model.full_state_dict(), before, rtol=0, atol=0)  # and not of step 3
+    os.makedirs(f"{folder}/empty", exist_ok=True)
+    with pytest.raises(AgreementError) as error:
+        trainer._load_optimizer_and_scheduler(f"{folder}/empty" if comm.rank else first)
+    found["not on rank 1"] = str(error.value)
     for kind in (Trainer, transformers.Trainer):
         with pytest.raises((CheckpointError, UnpicklingError)) as error:
             train(kind, tiny_llama(), f"{folder}/f", resume=first)
@@ -174,6 +179,12 @@ def test_a_missing_schedule_is_refused_before_anything_is_loaded(found):
     for each in found:
         assert "has no scheduler.pt, so the optimizer in 'fsharp' would have no schedule" in each["no scheduler.pt"]
         assert "remove 'fsharp' and optimizer.pt from this folder" in each["no scheduler.pt"]
+
+
+def test_ranks_that_see_different_folders_raise_one_error(found):
+    """The rank without the folder went on, with a new optimizer and schedule."""
+    for each in found:
+        assert re.search(r"(?s)folder 'fsharp' +rank 0: is there.*rank 1: is missing", each["not on rank 1"])
 
 
 def test_a_sharded_optimizer_is_refused_by_a_trainer_of_modules_that_are_not(found):
