@@ -1,6 +1,9 @@
-"""Each transformation of fs.optim against the one of optax with its name, on the unsharded tree: 20 steps, any cut."""
+"""Each transformation of fs.optim against the one of optax with its name: arguments, state, and 20 steps under any cut."""
 
+import inspect
+import re
 from functools import lru_cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -194,3 +197,55 @@ def test_the_same_as_optax(name, world):
                 worst = float((a - b).abs().max() / b.abs().max())
                 print(f"{name}, {world}, {path}: {worst:.1e}")
                 assert worst < 1e-5, path
+
+
+OF_OPTAX = sorted(
+    {name for name in vars(fs.optim) if not name.startswith("_")}
+    - {"Transform", "from_optax", "global_norm", "with_elementwise_check", "with_ema"}
+)
+DIFFERENCES = Path("docs/jax.md").read_text().partition("\n## Where `fs.optim` differs from optax\n")[2].partition("\n## ")[0]
+OTHER_DEFAULTS = {
+    "multi_transform": ["param_labels"],
+    "partition": ["param_labels"],
+    "scale_by_learning_rate": ["learning_rate"],
+}
+
+
+@pytest.mark.parametrize("name", OF_OPTAX)
+def test_arguments_have_the_names_order_and_defaults_of_optax(name):
+    ours, theirs = (
+        {each.name: each for each in inspect.signature(function).parameters.values() if each.kind != each.VAR_POSITIONAL}
+        for function in (getattr(fs.optim, name), getattr(optax, name, None) or getattr(optax.contrib, name))
+    )
+    for each in ours.keys() ^ theirs.keys():
+        assert re.search(rf"\b{each}\b", DIFFERENCES), f"{each} is not in the table of differences of docs/jax.md"
+    by_position = [each.name for each in ours.values() if each.kind == each.POSITIONAL_OR_KEYWORD]
+    assert by_position == [*theirs][: len(by_position)]
+    others = [each for each in ours if each in theirs and ours[each].default != theirs[each].default]
+    assert others == OTHER_DEFAULTS.get(name, [])
+
+
+STATES = {
+    "adam": lambda o: o.adam(0.1),
+    "adamw": lambda o: o.adamw(0.1),
+    "lion": lambda o: o.lion(0.1),
+    "scale_by_adam": lambda o: o.scale_by_adam(),
+    "ema": lambda o: o.ema(0.9),
+    "trace": lambda o: o.trace(0.9),
+    "scale_by_schedule": lambda o: o.scale_by_schedule(falling),
+    "masked": lambda o: o.masked(o.trace(0.9), MATRIX[o]),
+    "partition": lambda o: o.partition({"matrix": o.trace(0.9), "rest": o.identity()}, PARTS[o]),
+    "apply_if_finite": lambda o: o.apply_if_finite(o.sgd(0.1), 2),
+    "inject_hyperparams": lambda o: o.inject_hyperparams(o.sgd)(0.1),
+    "MultiSteps": lambda o: o.MultiSteps(o.sgd(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_have_the_fields_of_optax(name):
+    ours, theirs = map(STATES[name], (fs.optim, optax))
+    found = ours.init(fs.shard_for(draw(0), fs.plan(draw(0), fs.Mesh({"dp": 1}), fs.ddp("dp")), 0))
+    expected = theirs.init(optree.tree_map(lambda x: jnp.asarray(x.numpy()), draw(0)))
+    if name in ("adam", "adamw", "lion"):  # a state for each part; see the page
+        expected = expected[0]
+    assert found._fields == tuple(each for each in expected._fields if each not in ("hyperparams_states", "skip_state"))
