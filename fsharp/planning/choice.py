@@ -186,7 +186,7 @@ def sort_candidates(candidates: Sequence[Candidate], budget: float, tolerance: f
         candidates, key=lambda x: (bool(x.refused), x.peak_nbytes > budget, x.is_unsimulated, x.step_s, x.peak_nbytes)
     )
     limit = (1 + tolerance) * ranked[0].step_s
-    equal = [x for x in ranked if x.peak_nbytes <= budget and not x.is_unsimulated and x.step_s <= limit]
+    equal = [x for x in ranked if not (x.refused or x.is_unsimulated) and x.peak_nbytes <= budget and x.step_s <= limit]
     best = min(equal, key=lambda x: (x.complexity, x.peak_nbytes), default=ranked[0])
     return replace(best, why_lost=""), *(replace(x, why_lost=_why_lost(x, best, budget)) for x in ranked if x is not best)
 
@@ -381,7 +381,8 @@ class Choice:
         edited = [name + ", edited" * (not same) for name, same in zip(names, (layout == planned, has_same_policy))]
         return found._with_new_prediction((edited[0], edited[1], first.remat))
 
-    def _table_rows(self) -> list[tuple[str, ...]]:
+    def _rows_and_right_columns(self) -> tuple[list[tuple[str, ...]], range]:
+        """Return the rows of the table, the head first, and the indices of the columns of numbers."""
         has_remat = any(x.remat for x in self.candidates)
         head = ("layout", "policy", *["recomputed"] * has_remat, "ms a step", "memory", "sent", "")
         rows: list[tuple[str, ...]] = [head]
@@ -392,16 +393,11 @@ class Choice:
             memory = f"{'> ' * (x.is_unsimulated or not is_known)}{nbytes_text(x.peak_nbytes)}" if x.memory else ""
             sent = nbytes_text(x.sent_nbytes) if is_known and not x.is_unsimulated else ""
             rows.append((x.layout, x.policy, *[x.remat] * has_remat, seconds, memory, sent, x.why_lost or "chosen"))
-        return rows
-
-    @property
-    def _right_columns(self) -> set[int]:
-        first = 3 if any(x.remat for x in self.candidates) else 2
-        return {first, first + 1, first + 2}
+        return rows, range(len(head) - 4, len(head) - 1)
 
     def table(self, rows: int | None = None) -> str:
         """Return the table of candidates, as text: the first ``rows`` of them, or all."""
-        lines = align_columns(self._table_rows(), right=self._right_columns)
+        lines = align_columns(*self._rows_and_right_columns())
         if rows is not None and len(lines) > rows + 1:
             lines[rows + 1 :] = [f"... and {len(lines) - rows - 1} more"]
         return "\n".join([*lines, f"activations: {self.activations}"])
@@ -410,7 +406,7 @@ class Choice:
         return self.table(_MAX_SHOWN_ROWS)
 
     def _repr_html_(self) -> str:
-        return table_html(f"The fastest that fits is {self.name}", self._table_rows(), right=self._right_columns)
+        return table_html(f"The fastest that fits is {self.name}", *self._rows_and_right_columns())
 
 
 def _candidate_from_json(row: Mapping[str, Any]) -> Candidate:

@@ -273,6 +273,8 @@ def test_strategies_that_a_format_does_not_fit_lose_with_the_reason():
     assert all("has update=mxint8, and no updated parameters of this unit travel" in text for text in refused.values())
     assert {x.layout for x in choice.candidates if not x.refused} >= {"zero1, updates", "zero2, updates", "ddp, ", "zero3, "}
     assert "zero3, updates" in choice.table()
+    with pytest.raises(ScheduleError, match="no candidate fits into the budget"):  # nor is a refused layout the one that fits
+        fs.tune(make_params(), HARDWARE, budget=100, mesh=DP, strategies=fits, units="layers.*", formats=forms)
     with pytest.raises(LayoutError, match="has update=mxint8, and no updated parameters of this unit travel"):
         fs.tune(make_params(), HARDWARE, budget=1e6, mesh=DP, strategies={"zero3": fs.zero3}, formats=forms)
 
