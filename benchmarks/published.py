@@ -193,11 +193,9 @@ def schedule_of(layout: fs.Layout) -> fs.schedules.Schedule:
 def predicted(run: Run, layout: fs.Layout, schedule: fs.schedules.Schedule, efficiency: float) -> float:
     """Return predicted tokens a second and GPU, if a GPU reaches this part of its peak in bfloat16."""
     alone, model = run.gpus == run.fsdp, MODELS[run.model]
-    axes = {"within": (), "across": (), "spanning": ()} | {
-        "within" if alone and run.fsdp <= 8 else "spanning" if alone else "across": ("dp",)
-    }
-    how: Any = {"tokens": run.tokens, "efficiency": 1.0, "recompute": run.recompute, **axes}
-    hardware = fs.inspect.Hardware.preset(run.preset, layout, **how)
+    hardware = fs.inspect.Hardware.preset(  # beside ranks that share the model, each rank of FSDP has one network link
+        run.preset, layout, tokens=run.tokens, efficiency=1.0, recompute=run.recompute, ranks_of_a_host=8 if alone else 1
+    )
     experts, used = model.experts
     more = 4 * model.attention * run.sequence / run.tensor + 2 * experts * (used - 1 / run.expert)  # operations of a token
     assert isinstance(hardware.compute_times, dict)

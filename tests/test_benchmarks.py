@@ -52,6 +52,7 @@ from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, overlap
 from benchmarks.record import Record
 from benchmarks.training import Training
+from fsharp.inspect.presets import EFFICIENCY_FROM_TRIAL
 from fsharp.testing import DebugPolicy, processes, simulate
 from tests import gpt_like
 from tests.te_cpu import ranks
@@ -400,6 +401,17 @@ def test_the_tables_of_published_runs_in_the_docs_are_what_is_predicted():
     assert memory in page
     num_groups = len({run.group for run in published.RUNS})
     assert speeds.count("%") == len(published.RUNS) - num_groups, "the first run of a group is fitted, and the others are not"
+
+
+def test_the_efficiencies_by_default_are_those_of_the_run_that_they_are_from():
+    """Each for its own count of operations: with attention and without the embedding, and 2 for each parameter."""
+    run = published.RUNS[2]
+    layout = published.layout_of(run)
+    schedule = published.schedule_of(layout)
+    assert published.predicted(run, layout, schedule, EFFICIENCY_FROM_TRIAL) == pytest.approx(run.tokens_per_s, rel=0.02)
+    hardware = fs.inspect.Hardware.preset(run.gpu, layout, tokens=run.tokens)
+    step_s = fs.inspect.predict(schedule, replace(hardware, update_s=hardware.update_s / run.fsdp)).step_s
+    assert run.tokens / step_s == pytest.approx(run.tokens_per_s, rel=0.02)
 
 
 def test_a_published_number_of_operations_is_that_of_its_tokens():

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 import fsharp as fs
 from fsharp.checkpoint.storage import LocalStorage, observe_reads
-from fsharp.cli import main, plans
-from fsharp.cli.machine import MeasuredMachine, calibrate, parse_mesh, read_machine
+from fsharp.cli import main
+from fsharp.cli.machine import MeasuredMachine, calibrate, read_machine
 from fsharp.cli.models import find_model
 from fsharp.cli.progress import files_nbytes
 from fsharp.errors import CheckpointError
@@ -368,7 +368,7 @@ def test_schedule_predicts_what_the_library_predicts(capsys, tmp_path):
     tree = find_model("plan", "gpt-2-xl")[0]
     precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
     layout = fs.plan(tree, fs.Mesh({"dp": 16}), fs.zero2("dp"), units="layers.*", precision=precision)
-    hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=(), across=(), spanning=("dp",))
+    hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192)
     planned = fs.schedules.plan_step(layout, order=("embed", "layers.*", "norm"))
     timeline = fs.inspect.predict(planned, replace(hardware, update_s=hardware.update_s / 16))
     found = dict(line.rsplit("  ", 1) for line in lines[2:9])
@@ -384,7 +384,7 @@ def test_schedule_of_16384_ranks(capsys):
     n, found = 8_030_261_248, dict(re.split(r"  +", line) for line in lines[2:])
     assert (status, err) == (0, "")
     assert lines[0] == (
-        f"{n:,} parameters on Mesh(dp=16384) of H100, zero3, prefetch 1. Assumed: 40% of the GPU's FLOP/s, 80% of the "
+        f"{n:,} parameters on Mesh(dp=16384) of H100, zero3, prefetch 1. Assumed: 33% of the GPU's FLOP/s, 80% of the "
         "bandwidth of its links, 20 us for a collective within a host and 40 us between hosts."
     )
     assert float(found["time of a step"].removesuffix(" ms")) >= 1e3 * 6 * n * TOKENS / PEAK
@@ -435,7 +435,7 @@ def test_schedule_and_tune_predict_the_same_seconds(capsys):
         assert f"{float(re.split('  +', tuned)[2]):.1f} ms" in found[2]
 
 
-TOKENS, PEAK = 8192, 0.4 * 989e12
+TOKENS, PEAK = 8192, 0.33 * 989e12
 
 
 def schedule_ms(capsys, *argv):
@@ -459,23 +459,6 @@ def test_only_the_experts_that_a_token_uses_take_time(capsys, tmp_path):
 
 def of_experts():
     return {"experts": torch.ones(8, 4, 4), "head": torch.ones(4, 4)}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "links"),
-    [
-        ("a=4", {"within": ["a"]}),
-        ("a=16", {"spanning": ["a"]}),
-        ("a=2,b=8", {"across": ["a"], "within": ["b"]}),
-        ("a=3,b=4,c=4", {"across": ["a"], "spanning": ["b"], "within": ["c"]}),
-    ],
-)
-def test_the_last_8_ranks_share_a_host(mesh, links, monkeypatch):
-    asked = {}
-    monkeypatch.setattr(plans.Hardware, "preset", lambda *_, **given: asked.update(given))
-    layout = fs.plan(make_params(), parse_mesh("plan", mesh), fs.ddp(*[axis[0] for axis in mesh.split(",")]))
-    plans._find_hardware("plan", layout, "H100", "", 1, 1.0)
-    assert {name: asked[name] for name in ("within", "across", "spanning") if asked[name]} == links
 
 
 @pytest.fixture(scope="module")
@@ -518,7 +501,8 @@ def test_schedule_and_tune_predict_for_a_measured_machine(measured, capsys):
     step_s = fs.inspect.predict(planned, replace(hardware, update_s=hardware.update_s / 4)).step_s
     assert {key.strip(): value.strip() for key, value in found.items()}["time of a step"] == f"{1e3 * step_s:.1f} ms"
     small = ("tests.gpt_like:make_params", "--units", "layers.*")
-    assert run(capsys, "tune", *small, "--mesh", "dp=4", "--hardware", file)[0] == 0
+    for mesh in ("dp=4", "4"):  # of the meshes for 4 ranks, the one whose axis was measured
+        assert run(capsys, "tune", *small, "--mesh", mesh, "--hardware", file)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,18 @@ from fsharp.functional.tree.paths import flatten_with_paths
 from fsharp.inspect.drawing import check_picture, draw as draw_step
 from fsharp.inspect.files import picture_path, write_file
 from fsharp.inspect.hardware import Hardware, predict
-from fsharp.inspect.presets import EFFICIENCY, GPUS, assumptions_text, axes_by_link
+from fsharp.inspect.presets import EFFICIENCY_FROM_SHAPES, GPUS, assumptions_text
 from fsharp.inspect.tables import table
 from fsharp.planning.costs import called_use_fractions
 from fsharp.planning.plan_step import plan_step, uses_in_order
-from fsharp.planning.space import FLAT_STRATEGIES, HYBRID_STRATEGIES, repeated_unit_patterns, units_in_dict_order, updated_share
+from fsharp.planning.space import (
+    FLAT_STRATEGIES,
+    HYBRID_STRATEGIES,
+    meshes_to_try,
+    repeated_unit_patterns,
+    units_in_dict_order,
+    updated_share,
+)
 from fsharp.planning.tune import POLICIES, TOLERANCE, tune as choose
 
 DEFAULT_GPU = "H100"
@@ -143,8 +150,8 @@ def schedule(
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: fraction of the peak FLOP/s that the model reaches, by default 0.4; with --hardware fraction of the measured
-            FLOP/s, by default 1.
+        efficiency: fraction of the peak FLOP/s that the model reaches, by default 0.33; with --hardware fraction of the
+            measured FLOP/s, by default 1.
         ops: print a table with a row for each op of the schedule.
         draw: path of a picture of the step to write, such as step.png; needs matplotlib.
     """
@@ -225,8 +232,8 @@ def tune(
         gpu: A100, H100, H200 or B200; H100 by default.
         hardware: file that fsharp calibrate has written, in place of a GPU.
         tokens: number of tokens of one rank in a microbatch.
-        efficiency: fraction of the peak FLOP/s that the model reaches, by default 0.4; with --hardware fraction of the measured
-            FLOP/s, by default 1.
+        efficiency: fraction of the peak FLOP/s that the model reaches, by default 0.33; with --hardware fraction of the
+            measured FLOP/s, by default 1.
         rows: most rows of the table to show; 0 shows all.
         json: path of a file to write, such as choice.json: the choice and all rows, for fs.inspect.Choice.from_json.
         draw: path of a picture of the predicted step, such as step.png; needs matplotlib.
@@ -237,9 +244,12 @@ def tune(
     check_number("tune: activations", activations, 0, 1_000_000_000)
     check_number("tune: optimizer_buffers", optimizer_buffers, 0)
     _check_speed("tune", tokens, efficiency)
-    meshes = int(mesh) if mesh.isdecimal() else parse_mesh("tune", mesh)
+    meshes: int | Mesh | list[Mesh] = int(mesh) if mesh.isdecimal() else parse_mesh("tune", mesh)
     if isinstance(meshes, int):
         check_number("tune: mesh", meshes, 1, 1_000_000)
+        if hardware:
+            known = set(read_machine("tune", hardware).measured_axes)
+            meshes = [each for each in meshes_to_try(meshes) if known.issuperset(each.names)] or meshes
     gpu = gpu.upper()
     if json:
         check_output("tune: json", json)
@@ -281,7 +291,7 @@ def tune(
 
 def _assumptions(hardware: str, efficiency: float | None) -> str:
     """Return what is assumed about a GPU, to append to a sentence; an empty text if ``hardware`` names a measured machine."""
-    return "" if hardware else f" {assumptions_text(EFFICIENCY if efficiency is None else efficiency)}"
+    return "" if hardware else f" {assumptions_text(EFFICIENCY_FROM_SHAPES if efficiency is None else efficiency)}"
 
 
 def _active_experts_lines(model: FoundModel) -> list[str]:
@@ -359,8 +369,7 @@ def _find_hardware(where: str, layout: Layout, gpu: str, hardware: str, tokens: 
         return machine.hardware_for_layout(layout, tokens=tokens, efficiency=1.0 if efficiency is None else efficiency)
     if (gpu := gpu or DEFAULT_GPU) not in GPUS:
         raise OptionError(f"{where}: gpu is {gpu!r}, expected one of {', '.join(GPUS)}; or measure your own: fsharp calibrate.")
-    links = axes_by_link(layout.mesh)
-    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY if efficiency is None else efficiency, **links)
+    return Hardware.preset(gpu, layout, tokens=tokens, efficiency=EFFICIENCY_FROM_SHAPES if efficiency is None else efficiency)
 
 
 def _with_compute_of_model(hardware: Hardware, layout: Layout, model: FoundModel) -> Hardware:

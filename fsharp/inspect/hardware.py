@@ -23,12 +23,11 @@ from fsharp.inspect.fitting import (
 from fsharp.inspect.hardware_json import fields_from_json, fields_to_json
 from fsharp.inspect.links import Link, PerLink, scaled_by_link, value_of_link
 from fsharp.inspect.presets import (
-    EFFICIENCY,
+    EFFICIENCY_FROM_SHAPES,
     GPUS,
     LINK_EFFICIENCY,
-    NETWORK_LATENCY_S,
-    NVLINK_LATENCY_S,
     RANKS_OF_A_HOST,
+    links_by_axis,
     model_time_options,
 )
 from fsharp.inspect.simulation import OpsCost, Simulation
@@ -64,8 +63,8 @@ class Hardware:
         cast_bandwidth: bytes per second of gradients that gloo casts while it adds them: gradients that are sent in a plain
             dtype, such as bfloat16, and summed in another dtype. :meth:`fit` needs a trace with units of both kinds: gradients
             are cast, or not cast.
-        host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is that of PCIe
-            5.0 with 16 lanes.
+        host_bandwidth: bytes per second of offloaded state between host memory and device, one way. The default is about 80 %
+            of PCIe 5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
         computes_on_host: whether the host itself computes, as on a CPU. False means that the host queues work on streams.
         contention: how much collectives and a synchronous host slow each other down, from 0 (separate cores) to 1 (one core).
@@ -120,19 +119,17 @@ class Hardware:
         layout: Layout,
         *,
         tokens: float,
-        efficiency: float = EFFICIENCY,
+        efficiency: float = EFFICIENCY_FROM_SHAPES,
         link_efficiency: float = LINK_EFFICIENCY,
         recompute: bool = False,
-        within: Sequence[str] = ("inner",),
-        across: Sequence[str] = ("outer",),
-        spanning: Sequence[str] = (),
+        ranks_of_a_host: int = RANKS_OF_A_HOST,
     ) -> "Hardware":
         """Return the Hardware of a model on GPUs, estimated from the GPUs' data sheets.
 
         >>> import torch, fsharp as fs
         >>> shapes = {"layers": [torch.empty(4096, 4096, device="meta") for _ in range(4)]}
         >>> layout = fs.plan(shapes, fs.Mesh({"dp": 8}), fs.zero3("dp"), units="layers.*")
-        >>> hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192, within=("dp",))
+        >>> hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192)
         >>> f"{hardware.compute_times['layers.0'][0] * 1e3:.2f} ms, {hardware.bandwidth['dp'] / 1e9:.0f} GB/s"
         '0.69 ms, 360 GB/s'
 
@@ -141,20 +138,21 @@ class Hardware:
         The optimizer is Adam on float32, bound by memory.
 
         Data sheets have FLOP/s, bandwidths and memory. They have no latencies: 20 microseconds for a collective within a host,
-        and 40 between hosts, are assumptions. So is ``link_efficiency``. ``efficiency`` is that of torchtitan's 8B model on
-        H100s. Source: ``fsharp/inspect/presets.py`` names the data sheet of each number.
+        and 40 between hosts, are assumptions. So is ``link_efficiency``. With the default
+        ``efficiency`` torchtitan's 8B model is predicted as fast as it was on H100s. Source: ``fsharp/inspect/presets.py``
+        names the data sheet of each number.
 
         Args:
             name: ``"A100"``, ``"H100"``, ``"H200"`` or ``"B200"``, each the SXM version in hosts of 8 with NVLink. Each GPU has
                 one InfiniBand link (A100: 200 Gb/s, the others: 400 Gb/s).
             layout: layout of the model.
             tokens: number of tokens of one rank in a microbatch.
-            efficiency: fraction of the peak FLOP/s that the model reaches while it computes: 0.3 to 0.6 for dense transformers.
-            link_efficiency: fraction of the bandwidths of NVLink and the network that collectives are assumed to reach.
+            efficiency: fraction of the peak FLOP/s that the model reaches while it computes, if only the operations above
+                count: 0.3 to 0.5 for dense transformers.
+            link_efficiency: fraction of the bandwidths of NVLink, the network and PCIe that transfers are assumed to reach.
             recompute: whether the backward computes the forward again.
-            within: mesh axes along which all ranks are on one host.
-            across: mesh axes along which each rank is on a host of its own, and uses its own network link.
-            spanning: mesh axes with all ranks of several hosts. The links of a host's GPUs work together on such an axis.
+            ranks_of_a_host: number of consecutive ranks that share a host, joined by NVLink. Along an axis over several hosts,
+                the ranks of one group on a host use their network links together.
 
         Returns:
             The hardware. ``update_s`` is the time to update all parameters on one rank, as :func:`~fsharp.tune` expects.
@@ -162,7 +160,7 @@ class Hardware:
             ``replace(hardware, update_s=hardware.update_s / 8)``.
 
         Raises:
-            ScheduleError: ``name`` is not one of these GPUs, an axis of the mesh is not named, or a number is out of range.
+            ScheduleError: ``name`` is not one of these GPUs, or a number is out of range.
             OptionError: an argument has a wrong type.
         """
         gpu = GPUS.get(name)
@@ -173,22 +171,14 @@ class Hardware:
                 raise ScheduleError(f"Hardware.preset(): {what} is {value!r}, expected more than 0 and at most 1.")
         if not 0 < tokens < math.inf:
             raise ScheduleError(f"Hardware.preset(): tokens is {tokens!r}, expected more than 0 and finite.")
-        named = [*within, *across, *spanning]
-        if missing := [axis for axis, size in layout.mesh.axes if size > 1 and axis not in named]:
-            what = f"axis {missing[0]!r} is in none of within, across and spanning."
-            facts = [("mesh", layout.mesh), ("named", ", ".join(map(repr, named)) or "no axis")]
-            remedy = f"If all ranks along the axis are on one host, pass within=({missing[0]!r},)."
-            raise ScheduleError(problem("Hardware.preset()", what, facts, remedy))
+        if ranks_of_a_host < 1:
+            raise ScheduleError(f"Hardware.preset(): ranks_of_a_host is {ranks_of_a_host!r}, expected at least 1.")
         backward, flops = 3 if recompute else 2, efficiency * gpu.flops
-        links = [
-            (within, gpu.nvlink, NVLINK_LATENCY_S),
-            (across, gpu.network, NETWORK_LATENCY_S),
-            (spanning, min(gpu.nvlink, gpu.network * RANKS_OF_A_HOST), NETWORK_LATENCY_S),
-        ]
+        links = links_by_axis(layout.mesh, gpu, ranks_of_a_host)
         return cls(
             **model_time_options(layout, tokens=tokens, flops=flops, memory_bandwidth=gpu.memory_bandwidth, backward=backward),
-            bandwidth={axis: link_efficiency * rate for axes, rate, _ in links for axis in axes},
-            latency={axis: latency for axes, _, latency in links for axis in axes},
+            bandwidth={axis: link_efficiency * rate for axis, (rate, _) in links.items()},
+            latency={axis: latency_s for axis, (_, latency_s) in links.items()},
             memory_bandwidth=gpu.memory_bandwidth,
             host_bandwidth=link_efficiency * gpu.pcie,
         )

@@ -13,10 +13,12 @@ https://glennklockwood.com/garden/processors has the numbers of GPUs side by sid
 - B200: "NVIDIA HGX B200" at 1,000 W: 2,250 TFLOPS (4,500 with sparsity), 8 TB/s, NVLink 1.8 TB/s. PCIe and InfiniBand as in
   "NVIDIA DGX B200": Gen5 128 GB/s, 8 links of 400 Gb/s for 8 GPUs.
 
-No data sheet has the other numbers, which are not of one GPU. ``EFFICIENCY`` is what torchtitan reaches on 8 H100 with an 8B
-model in bfloat16, compiled: 6,667 tokens/s of a GPU (pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 1).
-Published runs reach 0.34 to 0.65 of the peak of bfloat16, the latter in float8. Latencies and ``LINK_EFFICIENCY`` are
-assumptions without a source: measure your own machine by ``fsharp calibrate``.
+No data sheet has the other numbers, which are not of one GPU. ``EFFICIENCY_FROM_SHAPES`` and ``EFFICIENCY_FROM_TRIAL`` are what
+torchtitan reaches on 8 H100 with an 8B model in bfloat16, compiled: 6,667 tokens/s of a GPU (pytorch/torchtitan,
+benchmarks/llama3_h100_202412_torchtitan.md, table 1). They differ, as two counts of one model's operations do: for a token and
+forward, 2 for each of 8.03 billion parameters are 16.1 GFLOP; without the embedding, which only looks vectors up, and with
+attention over 8,192 tokens, they are 19.3 GFLOP. Published runs reach 0.34 to 0.85 of the peak of bfloat16, the latter in
+float8. Latencies and ``LINK_EFFICIENCY`` are assumptions without a source: measure your own machine by ``fsharp calibrate``.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +28,12 @@ from fsharp.functional.layout.mesh import Mesh
 
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 2e-5, 4e-5
 """Assumed seconds of a collective that do not depend on its bytes: between the GPUs of one host, and between hosts."""
-EFFICIENCY = 0.4
-"""Part, from 0 to 1, of the peak FLOP/s that a model reaches while it computes. [Note: data sheets] has its source."""
+EFFICIENCY_FROM_SHAPES = 0.33
+"""Part, from 0 to 1, of the peak FLOP/s that a model reaches, if a token counts 2 operations for each parameter."""
+EFFICIENCY_FROM_TRIAL = 0.4
+"""This part, if a trial counts the operations: matrix products and attention. [Note: data sheets] has the source of both."""
 LINK_EFFICIENCY = 0.8
-"""Assumed part, from 0 to 1, of the bandwidths of NVLink and the network that collectives reach."""
+"""Assumed part, from 0 to 1, of the bandwidths of NVLink, the network and PCIe that transfers reach."""
 RANKS_OF_A_HOST = 8
 """Assumed number of GPUs of a host, each of them a rank."""
 ADAM_NBYTES = 28
@@ -89,18 +93,22 @@ def model_time_options(
     return {"compute_times": compute, "update_s": ADAM_NBYTES * sum(used.values()) / memory_bandwidth}
 
 
-def axes_by_link(mesh: Mesh) -> dict[str, Any]:
-    """Return the axes of a mesh by the links that they use, as options of :meth:`~fsharp.inspect.Hardware.preset`.
+def links_by_axis(mesh: Mesh, gpu: GPU, ranks_of_a_host: int) -> dict[str, tuple[float, float]]:
+    """Return, by mesh axis, the bytes per second that a rank sends along the axis, and the latency of a collective in seconds.
 
-    Every :data:`RANKS_OF_A_HOST` consecutive ranks share a host.
+    ``ranks_of_a_host``: number of consecutive ranks that share a host. A group over several hosts has as many links between
+    hosts as it has ranks on a host.
 
-    >>> axes_by_link(Mesh({"a": 3, "b": 4, "c": 4}))
-    {'within': ['c'], 'across': ['a'], 'spanning': ['b']}
+    >>> mesh = Mesh({"a": 3, "b": 4, "c": 4})
+    >>> {axis: f"{rate / 1e9:.0f} GB/s" for axis, (rate, _) in links_by_axis(mesh, GPUS["H100"], 8).items()}
+    {'c': '450 GB/s', 'b': '100 GB/s', 'a': '50 GB/s'}
     """
-    links: dict[str, list[str]] = {"within": [], "across": [], "spanning": []}
-    inner = 1
+    found: dict[str, tuple[float, float]] = {}
+    stride = 1
     for axis, size in reversed(mesh.axes):
-        kind = "within" if inner * size <= RANKS_OF_A_HOST else "across" if inner >= RANKS_OF_A_HOST else "spanning"
-        links[kind].append(axis)
-        inner *= size
-    return links
+        if stride * size <= ranks_of_a_host:
+            found[axis] = gpu.nvlink, NVLINK_LATENCY_S
+        else:
+            found[axis] = min(gpu.nvlink, max(1, ranks_of_a_host // stride) * gpu.network), NETWORK_LATENCY_S
+        stride *= size
+    return found

@@ -20,7 +20,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Precision, Precisions
 from fsharp.functional.tree.paths import Patterns, select_paths, value_by_path
 from fsharp.inspect.hardware import Hardware
-from fsharp.inspect.presets import EFFICIENCY, GPUS, axes_by_link
+from fsharp.inspect.presets import EFFICIENCY_FROM_SHAPES, EFFICIENCY_FROM_TRIAL, GPUS
 from fsharp.planning.choice import StepArguments
 from fsharp.planning.costs import Activations, MicrobatchCosts, costs_of_calls, estimated_costs, given_costs
 from fsharp.planning.plan_step import ROOT, Backend, Use, uses_of_modules, walk_nested_uses
@@ -319,8 +319,9 @@ class TuneRequest:
         if isinstance(self.hardware, Hardware):
             found = self.hardware
         elif isinstance(self.hardware, str):
-            found = Hardware.preset(self.hardware, layout, tokens=1, **axes_by_link(layout.mesh))
-            seconds = {name: flops / (EFFICIENCY * GPUS[self.hardware].flops) for name, flops in costs.flops.items()}
+            found = Hardware.preset(self.hardware, layout, tokens=1)
+            efficiency = EFFICIENCY_FROM_SHAPES if self.tokens is not None else EFFICIENCY_FROM_TRIAL
+            seconds = {name: flops / (efficiency * GPUS[self.hardware].flops) for name, flops in costs.flops.items()}
             found = replace(found, compute_times={name: (forward_s, 2 * forward_s) for name, forward_s in seconds.items()})
         else:
             found = self.hardware(layout)

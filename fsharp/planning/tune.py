@@ -88,9 +88,10 @@ def tune(
             :meth:`~fsharp.inspect.Hardware.preset`, for hosts of 8 ranks; or a function that returns the hardware of a layout.
             ``update_s`` is the time of an update of all parameters on one rank; a rank that updates a half takes half as long.
         budget: the largest number of bytes that one rank may use, activations included.
-        batch: the input of one rank in a step, whose tensors may be on the meta device. For a module: a tuple of arguments, a
-            mapping of keyword arguments, or one argument. For ``loss_fn``: the batch, which is split into microbatches. A
-            number is the number of tokens of a rank in a microbatch.
+        batch: the input of one rank, whose tensors may be on the meta device. For a module: the input in a microbatch, as a
+            tuple of arguments, a mapping of keyword arguments, or one argument. For ``loss_fn``: the batch of a step, which is
+            split into microbatches. A number is the number of tokens of a rank in a microbatch. Each token then counts as
+            using all parameters, those of all experts too.
         mesh: a mesh, several meshes of one size, or a number of ranks. A number stands for a mesh of one axis ``dp``, and for
             each mesh of axes ``outer`` and ``inner`` that fits hosts of 8 ranks. The inner size then divides 8, or is a
             multiple of 8. If ``hardware`` has bandwidths by axis, only meshes of these axes are tried. None means the mesh of

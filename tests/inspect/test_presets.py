@@ -21,25 +21,40 @@ def layout_on(axes, strategy):
 def test_a_step_takes_what_peak_and_links_allow(name):
     gpu, layout = GPUS[name], layout_on({"dp": 8}, fs.zero3("dp"))
     compute_s = 6 * 4 * WIDTH**2 * 1e6 / (0.5 * gpu.flops)
-    hardware = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, within=("dp",))
+    hardware = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5)
     forward, backward = hardware.compute_times["layers.2"]
     assert forward == pytest.approx(compute_s / 12)
     assert backward == pytest.approx(2 * forward)
-    again = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, recompute=True, within=("dp",))
+    again = fs.inspect.Hardware.preset(name, layout, tokens=1e6, efficiency=0.5, recompute=True)
     assert again.compute_times["layers.2"] == pytest.approx((forward, 3 * forward))
     assert (hardware.bandwidth["dp"], hardware.memory_bandwidth) == (0.8 * gpu.nvlink, gpu.memory_bandwidth)
     step_s = fs.inspect.predict(fs.schedules.plan_step(layout), hardware).step_s
     assert compute_s + hardware.update_s < step_s < 1.05 * compute_s + hardware.update_s  # what is sent is sent beneath it
 
 
-def test_links_are_those_of_the_axis():
-    layout = layout_on({"outer": 2, "inner": 8}, fs.hsdp("outer", "inner"))
-    hardware = fs.inspect.Hardware.preset("H100", layout, tokens=1, link_efficiency=1.0)
-    assert hardware.bandwidth == {"inner": 450e9, "outer": 50e9}
-    flat = fs.inspect.Hardware.preset(
-        "H100", layout_on({"dp": 16}, fs.ddp("dp")), tokens=1, link_efficiency=1.0, spanning=("dp",)
-    )
-    assert flat.bandwidth["dp"] == 400e9
+@pytest.mark.parametrize(
+    ("axes", "links"),
+    [
+        ({"a": 4}, {"a": 450}),
+        ({"a": 16}, {"a": 8 * 50}),
+        ({"a": 8, "b": 2}, {"a": 4 * 50, "b": 450}),
+        ({"a": 4, "b": 4}, {"a": 2 * 50, "b": 450}),
+        ({"a": 2, "b": 8}, {"a": 50, "b": 450}),
+        ({"a": 2, "b": 16}, {"a": 50, "b": 8 * 50}),
+        ({"a": 3, "b": 4, "c": 4}, {"a": 50, "b": 2 * 50, "c": 450}),
+    ],
+)
+def test_a_group_has_as_many_links_between_hosts_as_ranks_on_a_host(axes, links):
+    hardware = fs.inspect.Hardware.preset("H100", layout_on(axes, fs.ddp(*axes)), tokens=1, link_efficiency=1.0)
+    assert hardware.bandwidth == {axis: 1e9 * rate for axis, rate in links.items()}
+    assert hardware.latency == {axis: 2e-5 if rate == 450 else 4e-5 for axis, rate in links.items()}
+
+
+@pytest.mark.parametrize(("number", "links"), [(1, 50), (4, 4 * 50), (16, 450), (32, 450)])
+def test_hosts_may_have_more_or_fewer_ranks(number, links):
+    layout = layout_on({"dp": 32}, fs.zero3("dp"))
+    hardware = fs.inspect.Hardware.preset("H100", layout, tokens=1, link_efficiency=1.0, ranks_of_a_host=number)
+    assert hardware.bandwidth == {"dp": 1e9 * links}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +65,7 @@ def test_links_are_those_of_the_axis():
         ({"link_efficiency": 1.5}, "link_efficiency is 1.5, expected more than 0"),
         ({"tokens": 0}, "tokens is 0, expected more than 0"),
         ({"tokens": "x"}, "tokens is 'x', expected a number"),
-        ({"within": "dp"}, "within is 'dp', expected a Sequence of str"),
+        ({"ranks_of_a_host": 0}, "ranks_of_a_host is 0, expected at least 1"),
     ],
 )
 def test_what_there_is_not_is_refused(options, message):

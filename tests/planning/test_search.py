@@ -9,7 +9,7 @@ import torch
 
 import fsharp as fs
 from fsharp.cli.models import find_model
-from fsharp.inspect.presets import EFFICIENCY, GPUS
+from fsharp.inspect.presets import EFFICIENCY_FROM_SHAPES, GPUS
 from tests.gpt_like import make_params
 from tests.scheduling import DP
 
@@ -70,7 +70,7 @@ def test_a_model_of_405_billion_parameters_on_16384_ranks(monkeypatch):
     assert first.peak_nbytes <= 80e9
     state = sum(first.memory[kind] for kind in ("params", "main", "optimizer"))
     assert state >= (2 + 4 + 8) * n / 16_384
-    assert first.step_s >= (8 if choice.remat else 6) * n * tokens / (EFFICIENCY * GPUS["H100"].flops)
+    assert first.step_s >= (8 if choice.remat else 6) * n * tokens / (EFFICIENCY_FROM_SHAPES * GPUS["H100"].flops)
     assert first.step_s == choice.timeline.step_s
     assert all(x.why_lost for x in choice.candidates[1:])
     assert "\rtune: [" in bar.getvalue()

@@ -439,6 +439,13 @@ def test_odd_models(name):
     assert found.layout.num_params == sum(p.numel() for p in {id(p): p for p in Odd(layers).parameters()}.values())
 
 
+@pytest.mark.parametrize(("batch", "efficiency"), [(32, 0.33), (torch.ones(32, 64), 0.4)], ids=["tokens", "trial"])
+def test_operations_from_shapes_and_from_a_trial_have_efficiencies_of_their_own(batch, efficiency):
+    found = fs.tune(nn.Linear(64, 64, bias=False), "H100", budget=1e9, batch=batch, mesh=1)
+    forward_s = 2 * 64 * 64 * 32 / (efficiency * 989e12)
+    assert found._arguments.hardware.compute_times == {"(root)": pytest.approx((forward_s, 2 * forward_s))}
+
+
 class ListOfParameters(nn.Module):
     def __init__(self):
         super().__init__()
