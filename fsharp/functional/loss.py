@@ -104,7 +104,7 @@ def type_text(x: Any) -> str:
 
 
 def check_depends_on_parameters(loss: Loss, *, has_trainable: bool, where: str = "value_and_grad()") -> None:
-    """Raise a LossError if a loss depends on no trainable parameter. ``has_trainable``: whether any parameter is trainable."""
+    """Raise a LossError if a loss requires no gradient, or if no parameter is trainable (``has_trainable`` is False)."""
     if not has_trainable or not loss.sum.requires_grad:
         why = "no parameter reaches it. Use parameters by fs.forward() or fs.gather() in the loss function"
         why = why if has_trainable else "every parameter is frozen. Leave some of them out of plan(frozen=...)"
@@ -114,7 +114,7 @@ def check_depends_on_parameters(loss: Loss, *, has_trainable: bool, where: str =
 def split_batch(batch: Any, count: int) -> list[Any]:
     """Return ``count`` batches: each has an equal part, along dim 0, of each tensor in ``batch``. The parts are views.
 
-    Each batch has all other leaves as they are, and each Sharded, such as parameters in the batch. With ``count`` 1 nothing is
+    Each batch has all other leaves whole, and each Sharded, such as the parameters of a teacher. With ``count`` 1 nothing is
     checked. Raises LossError if a tensor has no dims, or a size of dim 0 that is not a multiple of ``count``. Raises LossError
     if a leaf that is no tensor, such as a dataclass, holds arrays or tensors.
     """

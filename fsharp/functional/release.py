@@ -140,7 +140,7 @@ def tensors_kept_on_ctx(roots: set[Any], sequence_nr: int) -> Iterator[torch.Ten
 
 
 def _graph_nodes_since(roots: set[Any], sequence_nr: int) -> Iterator[Any]:
-    """Yield ``roots``, and the nodes of autograd's graph below them that were made at ``sequence_nr`` or later."""
+    """Yield ``roots``, and the nodes of autograd's graph below them that were made at ``sequence_nr`` or later. Skip leaves."""
     seen, stack = set(roots), list(roots)
     while stack:
         node = stack.pop()

@@ -41,7 +41,7 @@ class GradientSinks:
         return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
 
     def residuals(self, unit: UnitLayout, group: int) -> ResidualsByAxis:
-        """Return, by axis, the residual and the random numbers with which a group's gradient is encoded; else empty."""
+        """Return, by axis, the residual and the random numbers with which a group's gradient is encoded; empty without any."""
         return self._residuals.get(unit.name, {}).get(group, {})
 
     def attach_to_graph(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:

@@ -58,7 +58,7 @@ def step_traffic(
 
 
 def traffic_of_units(layout: Layout, *, microbatches: int, release: bool, uses: Mapping[str, int] = _ONE_USE) -> Counter[Call]:
-    """Return the collectives that move parameters and gradients of units in a step, as :func:`step_traffic` counts them."""
+    """Return the collectives that move parameters and gradients in a step. For the arguments see :func:`step_traffic`."""
     calls: Counter[Call] = Counter()
     for unit in layout.units:
         strategy = unit.strategy

@@ -81,10 +81,10 @@ class _NumpyMemory:
 
 
 def as_jax_array_and_lifetime(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
-    """Return a contiguous tensor as an array on a JAX device, and an object that JAX keeps alive while it uses the memory.
+    """Return a contiguous tensor as an array on a JAX device, and an object that lives as long as JAX uses the memory.
 
-    The object is the ``holder`` for :func:`~fsharp.functional.layout.lent_memory.mark_read_only`. DLPack assigns all CPU memory
-    to the first of JAX's CPU devices, so CPU tensors are converted through numpy.
+    The object is the ``holder`` for :func:`~fsharp.functional.layout.lent_memory.mark_read_only`. CPU tensors go through numpy,
+    as DLPack gives CPU memory to JAX's first CPU device. JAX copies a CPU tensor at an address that is no multiple of 64 bytes.
     """
     check_has_memory(x)
     if x.device.type != "cpu":
@@ -95,7 +95,7 @@ def as_jax_array_and_lifetime(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
 
 
 def as_torch_tensor(x: Any) -> torch.Tensor:
-    """Return a JAX array as a tensor in the same memory. The array must not be used afterwards."""
+    """Return a JAX array as a tensor in the same memory. Do not write to the tensor while JAX may read the array."""
     if not x.size:
         return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
     return torch.utils.dlpack.from_dlpack(x)

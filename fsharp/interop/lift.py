@@ -369,7 +369,7 @@ def _reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
 
 
 def _is_combinable_over_ranks(name: str, dtype: Any) -> bool:
-    """Return whether a collective can combine results of a reduction: none of complex numbers, nor of bits of integers."""
+    """Return whether collectives can combine results of a reduction: not of complex numbers, nor AND or OR of integers."""
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 
 

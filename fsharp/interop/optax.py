@@ -133,7 +133,7 @@ class _ShardedTransformation:
         return updates, _optax_state(program.traced, buffers, new)
 
     def _extra_as_arrays(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the extra arguments, numbers or arrays, as JAX arrays. None is left out; other values raise a TreeError."""
+        """Return the extra arguments, numbers or arrays, as JAX arrays. Skip each None. TreeError for any other value."""
         found = {}
         for name, x in extra.items():
             if not self._knows_extra:

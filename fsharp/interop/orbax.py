@@ -186,7 +186,7 @@ def to_orbax(
 
 
 def _metadata_of_each_pytree(folder: str) -> dict[str, Any]:
-    """Return the metadata of each pytree in a checkpoint, by the name that Orbax loads it by."""
+    """Return the metadata of each pytree in a checkpoint, by the name under which Orbax loads the pytree."""
 
     def items() -> Any:
         with suppress(ocp.errors.InvalidLayoutError):  # the pytree has no name, or there is no checkpoint, as Orbax says below

@@ -201,14 +201,14 @@ class TracedTransformation:
 
 
 class _CompiledRound(NamedTuple):
-    """A run of a jaxpr, compiled for one rank's part of the leaves. The run stops at reductions whose results are not given.
+    """A jaxpr, compiled for one rank's part of the leaves, up to the reductions over ranks that are still to be made.
 
     Attributes:
         run: returns all results; or, if ``pending`` is not empty, this rank's values for the reductions in ``pending``.
         run_common: returns the result of ``run``, with None for elements of leaves that are cut between ranks. All ranks have
             the same program ``run_common``. Programs ``run`` may differ between ranks, and round equal values differently.
             ``run_common`` is None if ``run`` suffices.
-        pending: the reductions at which the run stops.
+        pending: the reductions at which ``run`` stops. Their results are given to the next round.
     """
 
     run: Callable[..., Any]
@@ -361,7 +361,7 @@ def _leaf_names_or_masks(node: Sharded) -> Any:
 def _field_name(path: Sequence[Any], leaf_path: Sequence[Any]) -> str:
     """Return the name of a field of optax's state, such as ``"0.mu"``: ``path`` in the state, without the leaf's own path.
 
-    The leaf's path may be followed by keys of a dict for each leaf. Of several places where it occurs, the last one counts.
+    The leaf's path may be followed by keys of a dict for each leaf. If ``path`` has the leaf's path twice, the last one counts.
     """
     field, count = tuple(path), len(leaf_path)
     starts = [i for i in range(len(field) - count + 1) if field[i : i + count] == tuple(leaf_path)]

@@ -62,8 +62,8 @@ class JsonlLogger:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a line with the step and the values. OptionError if JSON cannot hold a value, OSError if writing fails.
 
-        OptionError for a value with the name ``step`` or ``time``, as each line has them. OptionError for a step from 2**53 on:
-        a reader that keeps numbers as doubles would take it for another step.
+        OptionError for a value named ``step`` or ``time``, which each line has. OptionError for a step that is not an int below
+        2**53: a reader that keeps numbers as doubles would take it for another step.
         """
         check_names("log()", values, _LINE_NAMES)
         if type(step) is not int or abs(step) >= STEP_LIMIT:

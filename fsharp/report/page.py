@@ -35,10 +35,10 @@ def report(run_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 
     Args:
         run_dir: folder of a :class:`~fsharp.resilience.Run`, with its ``log.jsonl``, or the folder above its ``checkpoints``.
-        path: path of the file, which ends in .html; ``report.html`` in ``run_dir`` by default.
+        path: path of the file, which ends in .html or .htm; ``report.html`` in ``run_dir`` by default.
 
     Raises:
-        OptionError: the folder has no log, the log has no line with something to show, or ``path`` does not end in .html.
+        OptionError: the folder has no log, the log has no line with something to show, or ``path`` has another ending.
         OSError: the file cannot be written.
     """
     folder = Path(run_dir)

@@ -127,7 +127,7 @@ def _is_timeline(value: Any) -> bool:
 
 
 def _finite_or_text(text: str) -> float | str:
-    """Return the number that a text in JSON means; for NaN and numbers too large for a float a text, such as ``"inf"``."""
+    """Return the number that a text in JSON means; for NaN and numbers beyond all floats a text, such as ``"-inf"``."""
     number = float(text)
     if not math.isfinite(number):
         return str(number)

@@ -277,7 +277,7 @@ def _check_total_size_fits_files(storage: Storage, folder: str, metadata: Any, e
 
 
 def _load_item_or_chunk(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """Return the object under DCP's key ``name``; with ``offsets`` the chunk of a tensor whose first element is there."""
+    """Return the object under DCP's key ``name``; with ``offsets`` the chunk of a tensor that begins at these indices."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))
@@ -328,7 +328,7 @@ def _assemble_tensor(storage: Storage, folder: str, metadata: Any, tensor: Store
 def _add_values(values: dict[str, Value], name: str, value: Any) -> None:
     """Add the numbers, texts and booleans in ``value`` to ``values``. Items of lists and dicts have dotted names.
 
-    None is left out. Raises CheckpointError for any other object, or for a name that ``values`` has already.
+    Each None in ``value`` is skipped. Raises CheckpointError for any other object, or for a name that ``values`` has already.
     """
     for own, leaf in named_leaves(value, keys=(name,)):
         if leaf is None:

@@ -27,7 +27,7 @@ _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
 class FileDescription(NamedTuple):
-    """The tensors, values and encoded leaves in a file. Offsets of tensors are counted from byte ``start`` of the file."""
+    """The tensors, values and encoded leaves that ``header`` describes. Offsets of tensors count from byte ``start``."""
 
     header: bytes
     start: int
@@ -64,8 +64,8 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
     Links are followed, as the cache of the Hub is made of links. There are no digests. Raises CheckpointError if a file or a
-    tensor of the index is missing, or two files have one tensor. A damaged header, and objects other than tensors, numbers and
-    texts raise CheckpointError too. Cost: reads the header of each file.
+    tensor of the index is missing, there are two indices, or without an index two files have one tensor. A damaged header, and
+    objects other than tensors, numbers and texts raise CheckpointError too. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]

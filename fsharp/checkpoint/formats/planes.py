@@ -126,8 +126,8 @@ def specs_in_files(form: Format, leaf: EncodedLeaf) -> list[tuple[torch.dtype, S
 def format_of(where: str, name: str, leaf: EncodedLeaf) -> Format:
     """Return the registered format of the encoded leaf ``name``.
 
-    Raises CheckpointError if the format is not registered, or if the leaf has another number of planes or an impossible
-    ``skip``.
+    Raises CheckpointError if the format is not registered or has another number of planes than the leaf, or if ``leaf.skip`` is
+    not below :attr:`Format.step`.
     """
     try:
         form = format_named(leaf.format)
@@ -163,9 +163,9 @@ class EncodedElements:
             self.needs.append((name, 0, prod(shape), self._scales[-1]))
 
     def _around(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of whole steps of the format that contains the elements ``[first, last)`` of the leaf.
+        """Return the range of values that contains the elements ``[first, last)``, from a multiple of ``Format.step`` on.
 
-        The range counts values, from the beginning of the leaf's first block on.
+        Values are counted from the beginning of the leaf's first block on.
         """
         low = (self._leaf.skip + first) // self._form.step * self._form.step
         return low, max(low, self._leaf.skip + last if first < last else low)

@@ -44,8 +44,8 @@ def load_archive_on_meta(storage: Storage, path: str) -> tuple[bytes, Any]:
     """Return the bytes of an archive's pickle, and the object in the archive, with tensors on the meta device.
 
     Each tensor's storage is as large as the file: byte ``i`` of the storage stands for byte ``i`` of the file. So a tensor's
-    first element is at byte ``storage_offset() * itemsize`` of the file. Raises the errors of :func:`load_archive`, except that
-    no elements are read and compared with checksums.
+    first element is at byte ``storage_offset() * itemsize`` of the file. Raises the errors of :func:`load_archive`. The pickle
+    is compared with its checksum; elements are not read.
 
     Cost: reads the list of records, the pickle, and the header of each tensor's record; a header has 30 bytes.
     """

@@ -169,7 +169,7 @@ def _treespec_to_json(spec: optree.PyTreeSpec) -> Any:
 
 
 def _example_tree(data: Any) -> Any:
-    """Return a tree of the structure in a result of :func:`_treespec_to_json`."""
+    """Return a tree with the structure that :func:`_treespec_to_json` has written as ``data``. Its leaves are 0."""
     if data is None or data == "*":
         return None if data is None else 0
     children = [_example_tree(child) for child in data["children"]]

@@ -39,10 +39,10 @@ def encode_values(unit: UnitLayout, group: int, values: torch.Tensor) -> torch.T
 def decoded_buffer(
     unit: UnitLayout, group: int, buffer: torch.Tensor, place: MeshPlacement, rank: int, *, in_main_dtype: bool = False
 ) -> torch.Tensor:
-    """Return the values of a buffer of parameters: decoded if the group has a format, else the buffer itself.
+    """Return the values of a buffer of parameters: decoded if the buffer is encoded, else the buffer itself.
 
     Decoded values have the ``compute`` dtype; with ``in_main_dtype`` they have the main copy's dtype, without rounding. Raises
-    TreeError for a buffer of a wrong size.
+    TreeError if the group has a format, and the buffer has neither the size of values nor that of encoded values.
     """
     dtypes, size = unit.groups[group].dtypes, unit.local_size(group, place)
     if dtypes.format is None:
@@ -173,7 +173,7 @@ def encoded_leaf_parts(
 
 
 def _leaves_with_scales(unit: UnitLayout, group: int, scales: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-    """Yield each leaf of a group with the leaf's scales; blocks have their scales in planes, and none here."""
+    """Yield each leaf of a group with the scales of the whole leaf. Scales of blocks are a plane, and not among them."""
     codec, end = unit.groups[group].dtypes.stored_format.leaf_codec, 0
     for leaf in unit.leaves_of_group(group):
         begin, size = end, codec.scales_nbytes(leaf.shape) if codec is not None else 0
@@ -183,7 +183,7 @@ def _leaves_with_scales(unit: UnitLayout, group: int, scales: torch.Tensor) -> I
 
 @contextmanager
 def preserving_amax_histories(units: Iterable[UnitLayout]) -> Iterator[None]:
-    """Preserve the amax histories of delayed scaling when weights of these units are cast in this context."""
+    """Keep casts of these units' weights in this context out of the amax histories of TransformerEngine's delayed scaling."""
     formats = [group.dtypes.stored_format for unit in units for group in unit.groups]
     with ExitStack() as stack:
         for scales in dict.fromkeys(form.scales for form in formats if isinstance(form, ModuleFormat)):

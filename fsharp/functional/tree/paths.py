@@ -83,7 +83,7 @@ def _regex_of_token(token: re.Match[str]) -> str:
 
 
 def is_literal(pattern: str) -> bool:
-    """Return whether a pattern is not empty, and has no ``*``, ``?`` or ``[``. It matches only the path with its text."""
+    """Return whether a pattern is not empty, and has no ``*``, ``?`` or ``[``. Such a pattern matches only itself."""
     return bool(pattern) and not any(each in pattern for each in "*?[")
 
 

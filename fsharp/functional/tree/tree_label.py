@@ -11,8 +11,8 @@ class TreeLabel:
     name ``tree 1 at update 3, replaced 1x, mapped 2x`` says which tree came first, and how this tree was made from it.
 
     Attributes:
-        tree: number of the first tree, as text, such as ``"1"``; empty if ranks have not made the first tree together. If a
-            tree is updated twice, the second result is on a branch, and has the number ``"1.2"``.
+        tree: number of the first tree, as text, such as ``"1"``; empty if one rank alone may have made it, as by ``shard_for``.
+            If a tree is updated twice, the second result is on a branch, and has the number ``"1.2"``.
         num_updates, num_replaced, num_mapped: numbers of updates, of calls of :meth:`~fsharp.Sharded.replace`, and of pytree
             mappings between the first tree and this one.
         num_successors: number of updates of this very tree; a second one begins a branch.
@@ -49,4 +49,4 @@ class TreeLabel:
 
 
 UNLABELED_TREE = TreeLabel()
-"""The name of values from a tree that not all ranks have made together, before the values get a number."""
+"""The name of each tree that one rank alone may have made. At its first gather the tree gets a TreeLabel of its own."""

@@ -39,7 +39,7 @@ class Trace:
         Args:
             schedule: the schedule that the step followed.
             step: index of the step among ended steps, from 0; -1 is the last. None: the step of median duration, among the
-                steps with the most rows. The last step may lack rows of gathers that are under way.
+                steps with the most measured ops. The last step may lack gathers that are still under way.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.

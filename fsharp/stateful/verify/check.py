@@ -11,7 +11,7 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
 
 class HappensBefore:
-    """The happens-before relation of ops, by vector clocks. An op of the previous step has its position minus ``len(ops)``.
+    """The happens-before relation of ops, by vector clocks. The previous step's ops have negative positions: -1 is the last.
 
     The ops of a bucket count as one op, which starts when all ops in ``after`` of these ops are over.
     """
@@ -58,11 +58,11 @@ class HappensBefore:
         return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
     def previous_step_tail_gathers(self) -> list[int]:
-        """Return the positions, minus ``len(ops)``, of the previous step's gathers after its last update."""
+        """Return the negative positions of the previous step's gathers after its last update."""
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried_gathers(self) -> dict[str, int]:
-        """Return, by unit, the previous step's gather whose full parameters this step uses, as position minus ``len(ops)``."""
+        """Return, by unit, the negative position of the previous step's gather whose full parameters this step uses."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:

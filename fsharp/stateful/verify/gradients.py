@@ -106,7 +106,7 @@ class GradientCheck(ScheduleCheckPass):
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the kinds of reductions that have to come before an op of kind ``spec``, as they read the buffer it frees."""
+        """Return the kinds of ops that reduce the buffer freed by an op of kind ``spec``, and have to come before this op."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _why_incomplete(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:

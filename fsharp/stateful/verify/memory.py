@@ -66,14 +66,14 @@ class OffloadedStateCheck(ScheduleCheckPass):
 class ByteMap:
     """A value for each byte of the arena: ``values[k]`` for the bytes from ``starts[k]`` to ``starts[k + 1]``.
 
-    The compiler has its own map. With this one, a fault of the map would deceive the compiler and the verifier alike.
+    The compiler has its own class of maps: a fault in a shared class would deceive the compiler and the verifier alike.
     """
 
     def __init__(self) -> None:
         self.starts, self.values = [0], list[Any]([None])
 
     def _runs(self, memory: Memory) -> slice:
-        """Return the positions of the runs that are exactly the bytes of ``memory``."""
+        """Cut runs at both ends of ``memory``, and return the slice of the runs in it."""
         for at in (memory.start, memory.stop):
             k = bisect_left(self.starts, at)
             if self.starts[k : k + 1] != [at]:

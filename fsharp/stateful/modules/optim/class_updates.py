@@ -102,7 +102,7 @@ def join_state(flat_slice: FlatSlice, states: Mapping[str, Mapping[str, Any]], l
 
 
 def state_join_key(state: Mapping[str, Any]) -> Hashable:
-    """Return a key of a leaf's state. :func:`join_state` can join the states of leaves that have equal keys."""
+    """Return a key of a leaf's state. The states of leaves with equal keys can become one state of a :class:`FlatSlice`."""
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, ShardedTensor) else exact_text(x)) for key, x in rows)
 
@@ -147,7 +147,7 @@ class ClassUpdates:
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def _probe_update_scopes(self, optimizer: OptimizerClass, groups: ParamGroups, check_steps: int) -> list[UpdateScope]:
-        """Return each group's :class:`UpdateScope`, found by trials. TreeError if an update needs elements of other ranks."""
+        """Return, for each group, on what an update depends, found by trials. TreeError if on elements of other ranks."""
         trained = [[p for p in group["params"] if p.is_trained] for group in groups]
         found = []
         for group, mine in zip(groups, trained, strict=True):

@@ -64,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: options of the class; a pair has its own.
 
     Raises:
-        TreeError: the parameters are not of one ShardedModule.
+        TreeError: the parameters are not of one ShardedModule; or a pair gets options, groups, or only some parameters.
         TreeError: parameters are cut, and the class is not elementwise, or cannot be tried.
         TreeError: the class keeps values that its updates need in attributes, which would not be saved.
         ScheduleError: the optimizer is a class, and the module's policy has ``offload=True``.
@@ -183,8 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TreeError: the optimizer keeps no averages, or several averages of one parameter.
-            ScheduleError: a step has gradients, or the context is inside of another. In the context: a forward is not under
-                ``torch.no_grad()``, or ``unsharded(write=True)`` is called.
+            ScheduleError: gradients wait for ``step()`` or ``zero_grad()``, or the call is inside of another ``averaged()``.
+            ScheduleError: in the context a forward is not under ``torch.no_grad()``, or ``unsharded(write=True)`` is called.
 
         Cost: a copy of this rank's parts, and one gather of parameters.
         """

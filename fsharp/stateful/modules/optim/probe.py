@@ -93,9 +93,9 @@ def _check_state_is_complete(
     trial: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
 ) -> None:
-    """Raise TreeError if ``optimizer`` keeps values that its updates need outside of its state and options.
+    """Raise TreeError if updates of ``optimizer`` depend on values that are neither in its state nor in its options.
 
-    A new instance makes each step of ``trial``, with state and options of the previous one. Updates have to be ``expected``.
+    A new instance makes each step of ``trial``, with state and options of the last. ``expected``: updates by one instance.
     """
     try:
         resumed, _ = _updates_in_trial(make, trial, resumes=True)

@@ -195,7 +195,7 @@ def states_from_state_dict(
 ) -> tuple[StatesByPath, ComparedTensors]:
     """Return the states ``given``, with this rank's parts in place of whole tensors; and digests for ranks to compare.
 
-    Raise an error if names, dtypes or shapes differ from those of ``fresh(path)``, the state with which an optimizer begins.
+    Raise an error if a state lacks a name of ``fresh(path)``, with which an optimizer begins, or has other dtypes or shapes.
     """
     states: StatesByPath = {}
     compared: ComparedTensors = {}

@@ -24,7 +24,7 @@ _LAZY_TYPES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 
 @lru_cache(maxsize=1024)  # a search meets hundreds of objects of a few classes; a program may make classes without end
 def _search_kind_of_class(cls: type) -> Literal["tensor", "lazy", "opaque", "open"]:
-    """Return what a search does with a class: take ``tensor``, skip ``opaque``, skip or refuse ``lazy``, search ``open``."""
+    """Return what objects of a class are to a search: a tensor, lazy (a generator), opaque (skipped), or open (searched)."""
     if issubclass(cls, torch.Tensor):
         return "tensor"
     if issubclass(cls, _LAZY_TYPES):
