@@ -131,7 +131,7 @@ class Hardware:
         >>> layout = fs.plan(shapes, fs.Mesh({"dp": 8}), fs.zero3("dp"), units="layers.*")
         >>> hardware = fs.inspect.Hardware.preset("H100", layout, tokens=8192)
         >>> f"{hardware.compute_times['layers.0'][0] * 1e3:.2f} ms, {hardware.bandwidth['dp'] / 1e9:.0f} GB/s"
-        '0.69 ms, 360 GB/s'
+        '0.84 ms, 360 GB/s'
 
         A unit with ``n`` parameters takes ``2 * n * tokens`` operations forward, and twice as many backward. So only matrix
         products with parameters count: replace ``compute_times`` for attention over long sequences, embeddings and experts.
