@@ -1,13 +1,18 @@
 """How long the way is from a user's call to the collective, in frames of this library; and how many calls a unit costs."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import fsharp as fs
 from benchmarks import calls, contenders, gpt
 from fsharp.distributed.worker_threads import Worker
+from fsharp.stateful.runtime import function_record
 from fsharp.stateful.transport.gloo import GlooTransport
+from fsharp.stateful.units import unit_state
 from fsharp.testing import processes
 
 ROOT = Path(fs.__file__).parent
@@ -93,3 +98,29 @@ def test_a_unit_costs_few_calls():
     for found in processes(DP, calls_a_unit, timeout=200):
         assert 100 < found["functions"] <= 180
         assert 150 < found["module"] <= 285
+
+
+def test_a_first_call_looks_few_times_at_each_unit(monkeypatch):
+    """And not at each unit for each other one."""
+    seen, found = Counter(), []
+
+    def memory_key(node):
+        seen["addresses"] += 1
+        return unit_state.memory_key(node)
+
+    def key(unit):
+        seen["keys"] += 1
+        return unit.__dict__["key"]
+
+    monkeypatch.setattr(function_record, "memory_key", memory_key)
+    monkeypatch.setattr(
+        unit_state.UnitState, "key", property(key, lambda unit, key: unit.__dict__.update(key=key)), raising=False
+    )
+    comm = fs.SingleComm(fs.Mesh({"dp": 1}))
+    for num_units in (20, 40):
+        seen.clear()
+        params = [torch.ones(4) for _ in range(num_units)]
+        tree = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp"), units="*"), comm)
+        fs.Scheduler(comm)(lambda tree, comm: [fs.forward(torch.sum, unit, comm=comm) for unit in tree])(tree)
+        found.append(dict(seen))
+    assert all(0 < found[1][name] <= 2 * found[0][name] for name in ("addresses", "keys"))

@@ -42,7 +42,7 @@ class CapturedStep:
     def __init__(self, scheduled: ScheduledFunction, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
         scheduler, lanes = scheduled.scheduler, scheduled.scheduler.engine.steps.executor.lanes
         _check_capturable(scheduler.device, scheduler.policy, state, warmup)
-        self._scheduled = scheduled  # keeps the memory in which the graph works
+        self._scheduled = scheduled
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
         aside = torch.cuda.Stream(scheduler.device)
         aside.wait_stream(torch.cuda.current_stream(scheduler.device))
@@ -50,14 +50,15 @@ class CapturedStep:
             for _ in range(warmup):
                 state, _ = scheduled(state, self._batch)
         torch.cuda.synchronize(scheduler.device)
-        held, before = optree.tree_leaves(state.params), _tensor_addresses(state)
+        held, opt, before = optree.tree_leaves(state.params), optree.tree_leaves(state.opt), _tensor_addresses(state)
         self._graph = torch.cuda.CUDAGraph()
         lanes.release_all_events()  # a capture may not wait for events outside, nor work outside for events of a capture
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)
+                state = state._replace(opt=copy_into_held(state.opt, opt))
                 if optree.tree_leaves(state.main):
-                    state = state._replace(params=_copy_params_into_held(state.params, held))
+                    state = state._replace(params=copy_into_held(state.params, held))
         finally:
             lanes.release_all_events()
         self._metrics: Metrics = metrics
@@ -65,7 +66,7 @@ class CapturedStep:
             raise ScheduleError(
                 "CapturedStep(): the step makes a new state instead of updating it in place: pass train_step(..., donate=True)."
             )
-        self.state = state._replace(step=state.step - 1)  # the capture has computed nothing
+        self.state, self._arena = state._replace(step=state.step - 1), scheduler.engine.steps.arena.memory  # both as captured
 
     @api_boundary
     def __call__(self, batch: Any) -> Metrics:
@@ -82,7 +83,7 @@ class CapturedStep:
             self._scheduled.scheduler.engine.steps.close_scheduler_after_error(error)  # other ranks may have replayed the step
             raise
         for held, new in pairs:
-            held.copy_(new, non_blocking=True)
+            held.copy_(new, non_blocking=new.device.type != "cpu")  # the caller may refill pinned memory
         self._graph.replay()
         self.state = self.state._replace(step=self.state.step + 1)
         return self._metrics
@@ -102,13 +103,14 @@ def pairs_to_copy(captured: Any, batch: Any) -> list[tuple[torch.Tensor, torch.T
     return [pair for pair in zip(leaves, new, strict=True) if isinstance(pair[0], torch.Tensor)]
 
 
-def _copy_params_into_held(made: Any, held: list[Any]) -> Any:
-    """Copy the parameters ``made`` into the tensors ``held``, unless they are there already. Return the tree of ``held``."""
+def copy_into_held(made: Any, held: list[Any]) -> Any:
+    """Copy the tensors of ``made`` into the tensors ``held``, unless they are there already. Return a tree of ``held``."""
     leaves, spec = optree.tree_flatten(made)
+    pairs = [(x, y) for x, y in zip(held, leaves, strict=True) if torch.is_tensor(x) and x.data_ptr() != y.data_ptr()]
+    at = {x.data_ptr() for x, _ in pairs}  # a new tensor there would be overwritten before it is copied
     with torch.no_grad():
-        for x, new in zip(held, leaves, strict=True):
-            if isinstance(x, torch.Tensor) and x.data_ptr() != new.data_ptr():
-                x.detach().copy_(new)
+        for x, new in [(x, y.clone() if y.data_ptr() in at else y) for x, y in pairs]:
+            x.detach().copy_(new)
     return optree.tree_unflatten(spec, held)
 
 
@@ -134,8 +136,7 @@ def _check_capturable(device: torch.device, policy: SchedulePolicy, state: Train
         raise ScheduleError(
             f"CapturedStep(): warmup is {warmup}, expected at least 2: one step to record, one to follow the schedule."
         )
-    counts = [x for x in optree.tree_leaves(state.opt) if isinstance(x, int | float)]
-    if counts:
+    if counts := [x for x in optree.tree_leaves(state.opt) if isinstance(x, int | float)]:
         raise ScheduleError(
             f"CapturedStep(): the optimizer state has the Python number {counts[0]}: use adamw(..., capturable=True)."
         )

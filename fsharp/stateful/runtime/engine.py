@@ -1,6 +1,6 @@
 """ScheduledEngine: the Engine that turns calls of pure functions and of autograd into events of a step."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -37,7 +37,6 @@ class ScheduledEngine(Engine):
 
     offloads_main = True
     _offload: StateOffload | None = None
-    _differentiated: Set[str] = frozenset()  # keys of units whose value_and_grad() is under way
 
     def __init__(self, steps: StepLifecycle) -> None:
         self.steps = steps
@@ -108,10 +107,10 @@ class ScheduledEngine(Engine):
         final_sum_in_place: bool,
     ) -> tuple[Loss, Any]:
         """Run forward and backward of each microbatch. Return the summed loss, and the gradients at rest."""
-        outer = self._differentiated
         units = self.begin_gradients_of_tree(params, residuals, final_sum_in_place=final_sum_in_place)
         total: Loss | None = None
-        self._differentiated = outer | {unit.key for unit in units}
+        keys = {unit.key for unit in units}
+        self.steps.differentiated.update(keys)
         try:
             for number, part in enumerate(microbatches, 1):
                 pending = dict(self.steps.step_or_eager().uses.pending)  # of the loss inside of which this function is called
@@ -126,7 +125,7 @@ class ScheduledEngine(Engine):
                 self.end_microbatch(units, params_with_sinks, comm)
                 self.steps.step_or_eager().uses.pending.update(pending)
         finally:
-            self._differentiated = outer
+            self.steps.differentiated.difference_update(keys)
         assert total is not None
         return total, self.hand_out_gradients(units, params, reduction="sum")
 
@@ -140,7 +139,7 @@ class ScheduledEngine(Engine):
         step = self.steps.step_or_eager()
         self.steps.handed_out.clear()
         units = [self.steps.find_or_bind_unit(node) for node in units_of(params)]
-        if twice := sorted([unit.key for unit in units if unit.key in self._differentiated]):
+        if twice := sorted([unit.key for unit in units if unit.key in self.steps.differentiated]):
             raise ScheduleError(
                 f"value_and_grad(): it is called inside of the loss of another value_and_grad() of unit {twice[0]!r}, and the "
                 "scheduler has one gradient of a unit. Pass comm=scheduler.comm to the inner value_and_grad() and forward()."
@@ -212,8 +211,6 @@ class ScheduledEngine(Engine):
                 node = with_lazy_buffers(
                     node, partial(self.steps.executor.run_reporting_format_error, update_gather.wait), lanes
                 )
-            if not donate:
-                unit.release_parameter_references()
             self.steps.registry.bind_node(unit, node, replaced=old)
             update_gathers.append(update_gather)
             return node

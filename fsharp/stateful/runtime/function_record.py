@@ -14,7 +14,7 @@ from fsharp.stateful.runtime.op_profiler import OpProfiler
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.timing.trace import Trace
-from fsharp.stateful.units.unit_state import memory_key
+from fsharp.stateful.units.unit_state import MemoryKey, memory_key
 
 _MAX_SEEN_PROGRAMS = 256
 """Largest number of programs to remember without a schedule."""
@@ -145,7 +145,8 @@ class FunctionRecord:
         self.next_called: Callable[[], FunctionRecord | None] = lambda: None
         self.emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
-        self._nodes: list[Sharded] = []
+        self.nodes: list[Sharded] = []
+        self._index_by_memory: dict[MemoryKey, int] = {}  # of the first node in `nodes` with this memory
         self.status = CallStatus("new", "it has not been called", 0, 0)
 
     def new_call_name(self) -> str:
@@ -176,17 +177,15 @@ class FunctionRecord:
 
     def nodes_at_recorded_positions(self, args: Any) -> dict[str, Sharded]:
         """Return, by unit, the nodes (``Sharded``) at the positions among the arguments that earlier calls have recorded."""
-        self._nodes = units_of(args)
-        return {key: self._nodes[i] for key, i in self._positions.items() if i < len(self._nodes)}
+        self.nodes, self._index_by_memory = units_of(args), {}
+        return {key: self.nodes[i] for key, i in self._positions.items() if i < len(self.nodes)}
 
     def record_argument_position(self, key: str, node: Sharded) -> None:
         """Record the position of a unit's node among the arguments of the call under way, if it is an argument."""
-        if found := [i for i, each in enumerate(self._nodes) if memory_key(each) == memory_key(node)]:
-            self._positions[key] = found[0]
-
-    def release_tensors(self) -> None:
-        """Release the references to the units of the last call, and so to their tensors."""
-        self._nodes = []
+        if not self._index_by_memory:
+            self._index_by_memory = {memory_key(each): i for i, each in reversed([*enumerate(self.nodes)])}
+        if (i := self._index_by_memory.get(memory_key(node))) is not None:
+            self._positions[key] = i
 
 
 class FunctionRecords:

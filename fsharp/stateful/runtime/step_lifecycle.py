@@ -59,6 +59,7 @@ class StepLifecycle:
         own: a Comm of the ranks with its own numbering of collectives.
         handed_out: the gradients that the last ``value_and_grad`` of the step has returned.
         now: the step under way; None between steps.
+        differentiated: keys of units whose value_and_grad() is under way.
     """
 
     def __init__(self, comm: Comm, policy: SchedulePolicy) -> None:
@@ -89,7 +90,7 @@ class StepLifecycle:
         self.arena = Arena(self.executor, self.registry, self.policy)
         self.now: StepUnderWay | None = None
         self._step_outside_functions: Callable[[], Step | None] = lambda: None  # a weak reference
-        self.num_updates = 0
+        self.num_updates, self.differentiated = 0, set[str]()
         self.handed_out = HandedOutGradients()
 
     def reopen_after_error(self) -> None:
@@ -207,7 +208,7 @@ class StepLifecycle:
         self.registry.unbind_nodes()
         self.executor.set_label_names(step="")
         for record in self.records:
-            record.release_tensors()
+            record.nodes.clear()
 
     def _record_and_prepare_next_step(self, step: Step) -> None:
         """If the step has followed a schedule, gather the next step's first units. If not, record and compile its program."""
@@ -255,7 +256,8 @@ class StepLifecycle:
             why = f"a caller holds parameters of units {held} after their use, and a schedule would reuse their memory"
         record.record_call_status("left" if was_planned else "recorded", why, emitted)
         schedules = [schedule for each in self.records for schedule in each.programs.schedules]  # of all units in use
-        self.registry.remove_unused({facts.name for schedule in schedules for facts in schedule.program.units})
+        used = {facts.name for schedule in schedules for facts in schedule.program.units}
+        self.registry.remove_unused(used | self.differentiated)
 
     def _compile_on_all_ranks(self, program: Program, *, has_held_parameters: bool) -> Schedule | None:
         """Return the schedule of a program, equal on all ranks; None if on any rank parameters are held after their use."""

@@ -1,7 +1,6 @@
 """UnitState: the state of one unit of one tree in a scheduler. UnitRegistry: the units of all trees, found by their nodes."""
 
 import math
-from collections.abc import Container
 from itertools import chain, count
 from typing import Any
 
@@ -178,9 +177,11 @@ class UnitRegistry:
 
     def bind_node(self, unit: UnitState, node: Sharded, *, replaced: Sharded | None = None) -> None:
         """Bind ``node`` to ``unit``. The node ``replaced`` is unbound, and gets another unit if it is used again."""
-        if replaced is not None:
-            self._by_memory.pop(memory_key(replaced), None)
-        self._by_memory[memory_key(node)] = unit
+        key = memory_key(node)
+        if replaced is not None and (old := memory_key(replaced)) != key:
+            self._by_memory.pop(old, None)
+            unit.release_parameter_references()
+        self._by_memory[key] = unit
         unit.bind_node(node)
 
     def find_unit(self, node: Sharded) -> UnitState | None:
@@ -189,18 +190,18 @@ class UnitRegistry:
 
     def bind_or_make_unit(self, node: Sharded) -> UnitState:
         """Bind ``node`` to a unit of its path and layout that is free in this step, or to a new unit. Return the unit."""
-        name, taken = node.name or "(root)", {unit.key for unit in self._by_memory.values()}
+        name, bound, units = node.name or "(root)", self._by_memory.values(), self.units
         keys = (f"{name}#{number}" if number else name for number in count())
-        key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))
+        key = next(k for k in keys if k not in units or (units[k] not in bound and units[k].layout == node.unit))
         if key not in self.units:
             self.units[key] = UnitState(key, node.unit, trivial=self.trivial)
         self.bind_node(self.units[key], node)
         return self.units[key]
 
-    def remove_unused(self, used: Container[str]) -> None:
+    def remove_unused(self, used: set[str]) -> None:
         """Remove the units whose keys are not in ``used``, except units to which a node of this step is bound."""
-        now = {unit.key for unit in self._by_memory.values()}
-        self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
+        for key in self.units.keys() - used - {unit.key for unit in self._by_memory.values()}:
+            del self.units[key]  # in place: a step outside of functions has the same dict
 
 
 def memory_key(node: Sharded) -> MemoryKey:

@@ -3,15 +3,19 @@
 import gc
 
 import optree
+import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.testing import DebugPolicy
+from tests import virtual_device
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import every
 from tests.virtual_device import accelerator as accelerator, comm as comm
 
 MESH = fs.Mesh({"dp": 1})
+CAPTURABLE = fs.optim.adamw(1e-2, capturable=True)
 
 
 def start(comm, strategy, tx, precision=fs.Precision(), dim=6):
@@ -71,6 +75,62 @@ def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy,
         state, expected = step(state, batch, comm)
         assert torch.equal(captured(batch).loss, expected.loss)
     assert captured.state.step == state.step
+
+
+def captured_step(comm, tx=CAPTURABLE, dim=6, scheduler=None):
+    scheduler = scheduler or fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, gather_at_start=False))
+    scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
+    return fs.schedules.CapturedStep(scheduled, start(comm, fs.zero3, tx, dim=dim), batches(1)[0], warmup=2)
+
+
+def test_a_graph_keeps_its_memory_if_another_schedule_needs_more(comm):
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, gather_at_start=False))
+    small = captured_step(comm, scheduler=scheduler)
+    memory = StorageWeakRef(scheduler.engine.steps.arena.memory.untyped_storage())
+    large = captured_step(comm, scheduler=scheduler, dim=24)
+    del small._graph  # a CUDA graph keeps no tensors; a virtual one does
+    assert not memory.expired()
+    del small
+    gc.collect()
+    assert memory.expired()
+    assert len(scheduler.engine.steps.arena.memory) == large._scheduled.schedule.arena
+
+
+NOT_IN_PLACE = {
+    "trace": fs.optim.chain(fs.optim.trace(0.9), fs.optim.scale(-0.1)),
+    "clip": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), CAPTURABLE),
+}
+
+
+@pytest.mark.parametrize("tx", NOT_IN_PLACE)
+def test_a_graph_updates_an_optimizer_state_that_is_made_anew(comm, tx):
+    tx = NOT_IN_PLACE[tx]
+    captured, state = captured_step(comm, tx), start(comm, fs.zero3, tx)
+    step, expected = fs.train_step(loss_fn, tx, donate=True), []
+    for batch in [*batches(1) * 2, *batches(4)]:
+        state, metrics = step(state, batch, comm)
+        expected.append(metrics.loss.item())
+    assert [captured(batch).loss.item() for batch in batches(4)] == expected[2:]
+
+
+def test_a_batch_in_pinned_memory_may_be_overwritten_after_the_call(comm):
+    captured, state, data = captured_step(comm), start(comm, fs.zero3, CAPTURABLE), make_batches(4, 32)
+    step, expected, found = fs.train_step(loss_fn, CAPTURABLE, donate=True), [], []
+    for batch in [*batches(1) * 2, *batches(4)]:
+        state, metrics = step(state, batch, comm)
+        expected.append(metrics.loss.item())
+    pinned = {name: torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for name, x in data[0].items()}
+    device = getattr(virtual_device._here, "device", None)
+    for batch in data:
+        for name, x in batch.items():
+            pinned[name].copy_(x)
+        if device is None:
+            torch.cuda._sleep(10**8)  # so that the batch is copied late
+        else:
+            device.syncs.clear()
+        found.append(captured(pinned).loss.clone())
+        assert device is None or len(device.syncs) == len(pinned), "the host waits for each copy"
+    assert [loss.item() for loss in found] == expected[2:]
 
 
 def test_deleting_the_scheduler_frees_its_memory(comm):

@@ -10,7 +10,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, ScheduleError
 from fsharp.functional.comm.protocol import innermost_comm
-from fsharp.stateful.runtime.captured_step import CapturedStep, pairs_to_copy
+from fsharp.stateful.runtime.captured_step import CapturedStep, copy_into_held, pairs_to_copy
 from fsharp.testing import processes
 from tests.scheduling import DP
 
@@ -43,6 +43,14 @@ def test_a_captured_step_takes_new_values_of_all_tensors():
 def test_a_captured_step_refuses_what_its_graph_would_not_see(change, match):
     with pytest.raises(ScheduleError, match=match):
         pairs_to_copy(CAPTURED, CAPTURED | change)
+
+
+def test_new_tensors_that_are_other_held_ones_are_copied_too():
+    now, before, new = (torch.full((2,), value) for value in (1.0, 2.0, 3.0))
+    assert copy_into_held({"before": now, "now": new}, [before, now]) == {"before": before, "now": now}
+    assert (before.tolist(), now.tolist()) == ([1.0, 1.0], [3.0, 3.0])
+    held = copy_into_held((torch.full((2,), 4.0), now), [now, before])
+    assert (held[0] is now, now.tolist(), before.tolist()) == (True, [4.0, 4.0], [3.0, 3.0])
 
 
 def test_all_ranks_hear_of_a_batch_that_one_rank_refuses():

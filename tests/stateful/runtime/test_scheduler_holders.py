@@ -261,6 +261,30 @@ def test_another_call_between_a_forward_and_its_backward(strategy):
     run_both(program, mesh_of(strategy))
 
 
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_first_call_of_a_function_in_a_loss_outside_of_functions(at):
+    """``at``: before which layer. The units of the loss are in no schedule."""
+
+    def program(run):
+        state, teacher = (make_state(run.comm, "zero3", params=make_params(layers=3, dim=dim)) for dim in (6, 16))
+        teach, out = run.wrap(evaluate), []
+        for batch in my_batches(run.comm, 3):
+
+            @through
+            def loss(x, layers, batch, comm):
+                for i, layer in enumerate(layers):
+                    if i == at:
+                        out.append(teach(teacher.params, batch))
+                    x = fs.forward(block, layer, x, comm=comm)
+                return x
+
+            _, grads = fs.value_and_grad(loss)(state.params, batch, comm=run.engine)
+            out.append(copied(grads))
+        return out
+
+    run_both(program)
+
+
 @each_strategy
 def test_gradients_are_reduced_again_after_they_were_divided_in_place(strategy):
     """Where gradients rest sharded, what was divided in place is they themselves; elsewhere it was a sum of them."""
@@ -291,6 +315,24 @@ def test_a_function_that_is_not_called_any_more_keeps_no_arena(comm):
         arenas.append(StorageWeakRef(scheduler.engine.steps.arena.memory.untyped_storage()))
     assert [arena.expired() for arena in arenas] == [True, False]
     assert steps[16].schedule is not None
+
+
+def storages(tree):
+    return [StorageWeakRef(x.untyped_storage()) for x in buffers(tree)]
+
+
+@on_ranks(DP)
+def test_parameters_that_an_update_replaces_are_freed(comm):
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+    state, step = (
+        make_state(comm, "ddp", precision=precision),
+        fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx(), donate=True)),
+    )
+    for batch in my_batches(comm, 3):
+        old = storages(state.params)
+        state, _ = step(state, batch)
+        assert all(each.expired() for each in old)
+    assert step.num_unscheduled_calls == 1
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
