@@ -11,7 +11,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import ReductionChain
 from fsharp.stateful.units.full_unit import FlatSizes, carve_tensors, leaf_table, sizes_nbytes
-from fsharp.stateful.units.resting_gradient import RestingGradient
+from fsharp.stateful.units.gradient_buffers import GradientBuffers
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -68,9 +68,9 @@ class GradientRoute:
         unit = self.unit
         return [(unit.local_size(g, place), unit.groups[g].dtypes.accumulate) for g in unit.trainable_groups]
 
-    def resting_gradient(self, arena_bytes: torch.Tensor | None = None) -> RestingGradient:
+    def resting_gradient(self, arena_bytes: torch.Tensor | None = None) -> GradientBuffers:
         """Return the buffers of the gradient at rest: in the arena's bytes ``arena_bytes``; for None in their own memory."""
-        return RestingGradient(self.gradient_sizes(self.unit.strategy.grads), self.device, arena_bytes)
+        return GradientBuffers(self.gradient_sizes(self.unit.strategy.grads), self.device, arena_bytes)
 
     def outgoing_block_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
         """Return the bytes of an :class:`OutgoingBlock`; 0 if gradients are added directly to the gradient at rest."""

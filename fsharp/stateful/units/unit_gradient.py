@@ -11,8 +11,8 @@ from fsharp.functional.layout.stages import residual_sizes
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import ChainInput, ReductionChain
+from fsharp.stateful.units.gradient_buffers import GradientBuffers
 from fsharp.stateful.units.gradient_route import GradientRoute, Grads, OutgoingBlock
-from fsharp.stateful.units.resting_gradient import RestingGradient
 
 
 class GradientPhase(IntEnum):
@@ -54,12 +54,12 @@ class UnitGradient:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting_gradient()
         sizes = self.route.gradient_sizes(unit.strategy.optim)
-        self._own_final = self.final = RestingGradient(sizes, device) if self.route.has_final_reduction else None
+        self._own_final = self.final = GradientBuffers(sizes, device) if self.route.has_final_reduction else None
         self.phase = GradientPhase.NONE
         self._earlier_sums: list[torch.Tensor] = []  # to add to the next sums; kept, as another stream may still read them
         self.num_added = self.reached = 0
         self.block: OutgoingBlock | None = None
-        self._arena_rest: RestingGradient | None = None
+        self._arena_rest: GradientBuffers | None = None
         self._is_open = False  # whether the memory in the arena belongs to the gradient from now on in this step
         self._works: list[Work] = []
         self._deferred: Callable[[], None] | None = None
@@ -81,7 +81,7 @@ class UnitGradient:
         """Let the next gradient rest outside of the arena until :meth:`allow_arena_memory`."""
         self._is_open = False
 
-    def begin(self, arena_rest: RestingGradient | None, *, final_sum_in_place: bool) -> None:
+    def begin(self, arena_rest: GradientBuffers | None, *, final_sum_in_place: bool) -> None:
         """Wait for reductions of the last step's gradient, and begin this step's gradient.
 
         ``arena_rest``: the gradient's memory in the arena, in use from :meth:`allow_arena_memory` on. ``final_sum_in_place``:

@@ -16,7 +16,7 @@ from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.units.axis_chain import facts_of_reduction
 from fsharp.stateful.units.full_unit import FullUnit, full_nbytes, full_sizes, full_sizes_of_encoded_groups, leaf_table
-from fsharp.stateful.units.resting_gradient import RestingGradient
+from fsharp.stateful.units.gradient_buffers import GradientBuffers
 from fsharp.stateful.units.unit_gradient import UnitGradient
 
 MemoryKey = tuple[str | int, ...]
@@ -124,7 +124,7 @@ class UnitState:
         if self.gradient is not None:
             self.gradient.forbid_arena_memory()
 
-    def begin_gradient(self, transport: Transport, arena_rest: RestingGradient | None, *, final_sum_in_place: bool) -> None:
+    def begin_gradient(self, transport: Transport, arena_rest: GradientBuffers | None, *, final_sum_in_place: bool) -> None:
         """Begin a new gradient, if the unit is trained: see :meth:`UnitGradient.begin`."""
         if not self.layout.trainable_groups:
             return

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.stateful.units import unsharded_buffer as copies
-from fsharp.stateful.units.resting_gradient import RestingGradient, view_in_new_storage as window_on
+from fsharp.stateful.units.gradient_buffers import GradientBuffers, view_in_new_storage as window_on
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, logits, loss_fn, make_params, through
 from tests.scheduling import (
@@ -238,8 +238,8 @@ def test_empty_gradients_rest_as_well(strategy):
 
 def test_a_view_keeps_a_gradient_where_it_is_beside_an_empty_buffer_too():
     sizes, cpu = [(4, torch.float32), (0, torch.float32)], torch.device("cpu")
-    arena = RestingGradient(sizes, cpu, torch.zeros(RestingGradient(sizes, cpu).nbytes, dtype=torch.uint8))
-    own = RestingGradient(sizes, cpu)
+    arena = GradientBuffers(sizes, cpu, torch.zeros(GradientBuffers(sizes, cpu).nbytes, dtype=torch.uint8))
+    own = GradientBuffers(sizes, cpu)
     shown = arena.hand_out()
     view = shown[0][:2]
     assert not arena.try_relocate_into(own)

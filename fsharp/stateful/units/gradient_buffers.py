@@ -1,4 +1,4 @@
-"""RestingGradient: the flat buffers of a unit's gradient at rest, with a count of callers that hold them."""
+"""GradientBuffers: the flat buffers of a unit's gradient, at rest or reduced, with a count of callers that hold them."""
 
 import gc
 import weakref
@@ -11,8 +11,8 @@ from torch.utils.dlpack import from_dlpack
 from fsharp.stateful.units.full_unit import FlatSizes, LeafTable, LeavesAndPadding, carve_tensors, sizes_nbytes
 
 
-class RestingGradient:
-    """The flat buffers of a gradient at rest, one for each group: in the arena, or in memory of their own, allocated on use.
+class GradientBuffers:
+    """The flat buffers of a gradient, at rest or reduced, one for each group. They are in the arena, or allocated on use.
 
     Callers get tensors in a second ``UntypedStorage`` over the same bytes. The storage's reference count tells whether
     callers hold tensors. If they do, the next step takes new memory, and tensors in the arena are copied out.
@@ -70,7 +70,7 @@ class RestingGradient:
             self.handed_out.append((weakref.ref(tensors[-1]), i))
         return tensors
 
-    def try_relocate_into(self, other: "RestingGradient") -> bool:
+    def try_relocate_into(self, other: "GradientBuffers") -> bool:
         """Move the values, and the tensors that callers hold, to the memory of ``other``, which these tensors then share.
 
         If a caller holds a view of such a tensor, which cannot be moved, nothing is moved, and the result is False.
