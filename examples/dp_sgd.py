@@ -8,7 +8,8 @@ that of a weighted sum of losses. The weights are such that no sample's gradient
 
 How much privacy a run has spent, epsilon and delta for ``noise``, ``rate`` and ``steps``, is left to an accountant: Opacus or
 dp-accounting. For privacy, draw the key with ``secrets``, and pass the same key to all ranks. Anyone who knows the key can
-subtract the noise.
+subtract the noise, and knows which samples are in each step. Torch's generators are not made for cryptography: the CPU's takes
+32 bits of a key, which can be tried out. Against such an attack take the noise from another source.
 
 It prints the largest difference between the parameters of both runs, which is rounding only, about 1e-7.
 """
@@ -44,7 +45,7 @@ class Options:
     lr: float = 0.5
     """Step size."""
     key: int = 0
-    """Seed of parameters and noise."""
+    """Seed of parameters, noise and samples."""
     dtype: Literal["float32", "float64"] = "float32"
     """In float64 it is easy to see that sharded and unsharded runs differ by rounding alone."""
 
@@ -86,7 +87,7 @@ def loss_fn(params, batch, comm):
 
 def noisy(sums, options, layout, comm, step):
     """Return the mean gradient of a step with noise. Noise depends on key, step and path, and not on the mesh."""
-    key = options.key + 1 + step  # the key itself is that of the initial parameters
+    key = fs.resilience.fold_in(options.key, step, 0)
     normal = fs.init.normal(options.noise * options.clip)
     noise = fs.trainable(fs.init_params(normal, layout, comm, key=key, place="optim"))
     return optree.tree_map(lambda g, n: (g + n) / (SAMPLES * options.rate), sums, noise)
@@ -109,7 +110,7 @@ def data():
 
 def drawn(step, options):
     """Return the samples of a step. Each sample is drawn independently: Poisson sampling, as accountants assume."""
-    g = torch.Generator().manual_seed(10_000 + step)
+    g = torch.Generator().manual_seed(fs.resilience.fold_in(options.key, step, 1))
     return (torch.rand(SAMPLES, generator=g) < options.rate).nonzero().flatten()
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -396,3 +397,30 @@ print(*sorted(set(sys.modules) - before))
     imported = set(ran.stdout.split())
     assert "fsharp.stateful.modules.torch_tools.dtensors" in imported
     assert not imported & slow
+
+
+def test_the_library_runs_without_numpy(tmp_path):
+    """Torch does not require numpy, and neither does ``pip install .``."""
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('there is no numpy')")
+    code = f"""
+import torch
+import fsharp as fs
+
+def main(comm):
+    params, alone, two = {{"w": torch.ones(8, 8)}}, fs.SingleComm(), fs.Mesh({{"dp": 2}})
+    tx, layout = fs.optim.adamw(1e-2), fs.plan(params, two, fs.zero3("dp"))
+    state = fs.init_state(tx, fs.shard(params, fs.plan(params, alone.mesh, fs.zero3("dp")), alone), comm=alone)
+    state = fs.reshard(None if comm.rank else state, layout, comm=comm)
+    again = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+    for here in (state, again):
+        assert fs.full_tree(here.params, comm=comm)["w"].sum() == 64
+    fs.checkpoint.save({str(tmp_path / "saved")!r}, state, step=0, comm=comm)
+    fs.checkpoint.load({str(tmp_path / "saved")!r}, again, comm=comm)
+    module = fs.shard_module(torch.nn.Linear(2, 2), mesh=comm, strategy=fs.zero3("dp"), sync_from=0)
+    module.load_full_state_dict(module.full_state_dict())
+
+fs.testing.simulate(fs.Mesh({{"dp": 2}}), main)
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT.parent}"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr

@@ -19,11 +19,12 @@ from fsharp.checkpoint.reading import (
     needed_elements_by_file,
 )
 from fsharp.checkpoint.saving import shard_file_name
-from fsharp.checkpoint.shard_file import batches_by_nbytes, bytes_of, header_end
+from fsharp.checkpoint.shard_file import batches_by_nbytes, header_end
 from fsharp.checkpoint.storage import LocalStorage, os_error_behind, raise_if_read_refused
 from fsharp.errors import CheckpointError, log as _log
 from fsharp.functional.comm.agree import all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.host_memory import bytes_of
 
 RANKS_AXIS = "ranks"  # the one axis of the Comms in this file
 MESSAGE_NBYTES = 4 << 20  # bytes sent at once

@@ -14,13 +14,13 @@ from fsharp.checkpoint.shard_file import (
     SAFETENSORS_DTYPES,
     TensorExtent,
     block_digests,
-    bytes_of,
     file_digest,
     header_end,
     parse_header,
 )
 from fsharp.checkpoint.storage import Storage, storage_of
 from fsharp.errors import CheckpointError, TreeError
+from fsharp.functional.formats.host_memory import bytes_of
 
 BUFFER_NBYTES = 4 << 20  # small enough for the processor's cache, in which bytes are compared and copied
 

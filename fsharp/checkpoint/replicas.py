@@ -60,13 +60,14 @@ from fsharp.checkpoint.saving import (
     write_manifest_and_publish,
     write_shard_files,
 )
-from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
+from fsharp.checkpoint.shard_file import file_nbytes
 from fsharp.checkpoint.storage import FolderClaim, LocalStorage, absolute_path
 from fsharp.distributed.process_group import ProcessGroupComm
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, all_gather_texts, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
+from fsharp.functional.formats.host_memory import bytes_of
 from fsharp.functional.layout.sharded import mark_donated, units_of
 from fsharp.tracebacks import api_boundary
 from fsharp.type_checks import options_checked

@@ -27,7 +27,6 @@ from fsharp.checkpoint.manifest import MANIFEST_NAME, Chunk, FileRecord, Manifes
 from fsharp.checkpoint.reading import ShardFileReader
 from fsharp.checkpoint.shard_file import (
     StoredTensor,
-    bytes_of,
     check_brackets,
     check_tensor_names,
     encode_header,
@@ -38,6 +37,7 @@ from fsharp.checkpoint.storage import absolute_path, os_error_behind, storage_of
 from fsharp.errors import CheckpointError, TreeError, log as _log, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.host_memory import bytes_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.type_checks import options_checked
 

@@ -4,7 +4,6 @@ The safetensors package is not used, as it writes from memory that holds a whole
 the format can read these files, and sees the table of digests as one more tensor.
 """
 
-import ctypes
 import gc
 import json
 import math
@@ -17,6 +16,7 @@ import torch
 import xxhash
 
 from fsharp.errors import CheckpointError
+from fsharp.functional.formats.host_memory import bytes_of
 
 BLOCK_NBYTES = 1 << 12  # under one digest: a reader of a part of a tensor reads at most two blocks more
 DIGEST_TABLE_NAME = "fsharp.block_digests"
@@ -157,14 +157,6 @@ def block_digests(view: memoryview | bytearray) -> bytes:
     """Return the digests of the blocks in ``view``, joined; the last block may be short."""
     digest = xxhash.xxh3_64_digest
     return b"".join([digest(view[start : start + BLOCK_NBYTES]) for start in range(0, len(view), BLOCK_NBYTES)])
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the memory of a contiguous tensor on the host. The caller has to keep the tensor alive."""
-    assert tensor.is_contiguous()
-    assert tensor.device.type == "cpu"
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
 
 
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, TensorExtent], dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import optree
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, get_device_states
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
@@ -97,7 +97,9 @@ def checking_remat() -> Iterator[None]:
 def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     """Return the tensors in the result of ``fn(*args, **kwargs)``, detached. Restore the states of random generators."""
     states = [g.get_state() for g in generators]
-    with torch.no_grad(), torch.random.fork_rng():
+    call: Any = args, kwargs
+    gpus, _ = get_device_states(*optree.tree_leaves(call))
+    with torch.no_grad(), torch.random.fork_rng(gpus):
         result = fn(*args, **kwargs)
     _set_generator_states(generators, states)
     return _detached_tensors(result)

@@ -13,7 +13,8 @@ from fsharp.tracebacks import api_boundary, api_context
 def fold_in(key: int, *data: int) -> int:
     """Return a new random key from a key and integers, such as a step and a rank: 63 bits, for ``manual_seed``.
 
-    As in ``jax.random.fold_in``, keys from different integers are unrelated. Raises RunError if a value is not an integer.
+    As in ``jax.random.fold_in``, keys from different integers are unrelated. Torch's generator on the CPU takes the lowest 32
+    bits of a seed, so among 100,000 keys about one pair has equal random numbers. Raises RunError if a value is not an integer.
 
     >>> fold_in(0, 3, 1) == fold_in(0, 3, 1)
     True
@@ -28,7 +29,9 @@ def fold_in(key: int, *data: int) -> int:
 
 @api_context
 def seeded(key: int, *data: int) -> Iterator[None]:
-    """Seed torch's generators from a key and integers (:func:`fold_in`) in this context, and restore them afterwards.
+    """Seed torch's generators from a key and integers (:func:`fold_in`) in this context.
+
+    The end of the context restores the states of the CPU's generator and of the current GPU's. Other GPUs keep the seed.
 
     ::
 
@@ -42,6 +45,7 @@ def seeded(key: int, *data: int) -> Iterator[None]:
     ``random`` and ``numpy``, and of the workers of a ``DataLoader``, are not changed.
     """
     seed, device = fold_in(key, *data), torch.accelerator.current_accelerator(check_available=True)
-    with torch.random.fork_rng(device_type="cuda" if device is None else device.type):
+    devices = [] if device is None else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type="cuda" if device is None else device.type):
         torch.manual_seed(seed)
         yield

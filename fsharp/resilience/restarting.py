@@ -41,7 +41,7 @@ _END_TIMEOUT_S = 10.0
 _JOIN_SHARE = 0.8
 """Share of the time limit after which a process that does not join a generation is killed: other ranks wait for the limit."""
 _SPARE_DELAY_S = 2.0
-"""Seconds from a restart to the start of the next spare process: ranks that recover need the processors first."""
+"""Seconds from a restart, or from the end of a spare process, to the next one: ranks that recover need the processors first."""
 
 
 class Restarter:
@@ -115,7 +115,7 @@ class Restarter:
             self._restart_lost_ranks(lost)
         if self._spare is not None and self._spare.poll() is not None:
             _kill(self._spare)  # closes its pipe: it has ended by itself
-            self._spare = None
+            self._spare, self._started_at = None, time.monotonic()
         if self._spare is None and time.monotonic() > self._started_at + _SPARE_DELAY_S:
             self._spare = self._start_idle_process()
 
@@ -183,12 +183,15 @@ class Restarter:
         for name in (f"own-error-{rank}", f"heard-error-{rank}"):
             (self._folder / name).unlink(missing_ok=True)
         process, self._spare = self._spare or self._start_idle_process(), None
-        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": self._port, "RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-        size = {"WORLD_SIZE": self._nproc, "LOCAL_WORLD_SIZE": self._nproc}
-        agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": 0, GENERATION_VARIABLE: self._number}
+        environment = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self._nproc))
+        environment |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default_role"}
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self._port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
+        environment |= {"TORCHELASTIC_RUN_ID": self._folder.name, GENERATION_VARIABLE: str(self._number)}
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:  # a process that has ended is found by the next look
-            process.stdin.write(json.dumps({name: str(value) for name, value in (where | size | agent).items()}))
+            process.stdin.write(json.dumps(environment))
         self._running[rank], self._started_at = process, time.monotonic()
 
     def _start_idle_process(self) -> "subprocess.Popen[str]":

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsharp as fs
 from fsharp.errors import CommError, MeshError, OptionError
+from fsharp.resilience.restarting import Restarter
 from fsharp.tracebacks import HINT
 from tests.forked_python import forked, printed
 
@@ -145,6 +147,41 @@ def test_with_restarts_a_rank_prints_its_own_error_alone():
         fs.launch(rank_fn, 2, restarts=1)
     assert printed().count("Traceback") == 1
     assert "launch(): rank 0 ends because of another rank: CommError: fsharp: rank 1 has left the job" in printed()
+
+
+@forked
+def test_with_restarts_processes_have_the_variables_of_torchrun_and_ranks_share_the_cores():
+    def rank_fn():
+        return dict(os.environ), dist.is_torchelastic_launched()
+
+    os.environ.pop("OMP_NUM_THREADS", None)
+    torch.set_num_threads(4)
+    (plain, is_torchs), (restarted, is_ours) = fs.launch(rank_fn, 2)[1], fs.launch(rank_fn, 2, restarts=1)[1]
+    assert is_torchs
+    assert is_ours
+    assert plain["OMP_NUM_THREADS"] == restarted["OMP_NUM_THREADS"] == "2"
+    of_agent = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    differ = {name for name in plain if plain[name] != restarted.get(name)} - of_agent
+    assert differ == {"MASTER_PORT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"}
+    os.environ["OMP_NUM_THREADS"] = "3"
+    assert [environment["OMP_NUM_THREADS"] for environment, _ in fs.launch(rank_fn, 2)] == ["3", "3"]
+
+
+def test_a_spare_process_that_ends_at_once_is_not_started_again_and_again(tmp_path):
+    program = """
+import json, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+with open(folder / "started", "a") as started:
+    started.write("x")
+if (folder / "started").stat().st_size > 2:
+    sys.exit(1)
+rank = json.loads(sys.stdin.read())["RANK"]
+time.sleep(6)
+(folder / f"result-{rank}").touch()
+"""
+    Restarter(tmp_path, program, 2, 1).run()
+    assert 3 <= (tmp_path / "started").stat().st_size <= 5, "two ranks, and a spare process every two seconds"
 
 
 def test_a_mesh_that_does_not_fit_a_rank_of_another_launcher_says_that_no_process_was_started(monkeypatch):

@@ -17,7 +17,6 @@ from fsharp.checkpoint.shard_file import (
     SAVABLE_DTYPES,
     StoredTensor,
     batches_by_nbytes,
-    bytes_of,
     check_tensor_names,
     encode_header,
     in_write_order,
@@ -25,6 +24,7 @@ from fsharp.checkpoint.shard_file import (
 from fsharp.checkpoint.storage import WriteFunction, absolute_path, storage_of
 from fsharp.errors import CheckpointError, problem
 from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.host_memory import bytes_of
 from fsharp.type_checks import options_checked
 
 

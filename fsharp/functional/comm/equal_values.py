@@ -14,6 +14,7 @@ from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.agree import all_gather_fixed_size, ranks_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import as_bytes, tensor_text
+from fsharp.functional.formats.host_memory import bytes_of
 from fsharp.functional.layout.mesh import Mesh
 
 _CHUNK_NBYTES = 1 << 22  # bytes that are digested or sent at once
@@ -28,7 +29,8 @@ def bytes_digest(tensor: torch.Tensor) -> bytes:
     """
     digest = xxhash.xxh3_64()
     for piece in as_bytes(tensor.detach()).split(_CHUNK_NBYTES):
-        digest.update(piece.cpu().numpy())
+        on_host = piece.cpu()
+        digest.update(bytes_of(on_host))
     return digest.digest()
 
 

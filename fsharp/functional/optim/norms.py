@@ -42,7 +42,7 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
 
     Padding does not count, and encoded parameters are decoded.
     Cost: one ``all_reduce`` of 8 bytes for each axis along which units are sharded or vary; more if units rest in different
-    places. With ``deterministic`` 24 bytes, one more ``all_reduce`` of 8 bytes for each axis of the mesh, and about six passes
+    places. With ``deterministic`` 24 bytes, one more ``all_reduce`` of 16 bytes for each axis of the mesh, and about six passes
     over the elements in place of one. Not differentiable.
     """
     checked_units_of("global_norm()", tree, comm)
@@ -109,7 +109,7 @@ def _sum_over_axes(x: torch.Tensor, axes: Iterable[str], comm: Comm, label: str)
 
 
 def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm, label: str) -> torch.Tensor:
-    """Return the 2-norm of all elements over all ranks, a float64 scalar; infinity if an element is infinite or NaN.
+    """Return the 2-norm of all elements over all ranks, a float64 scalar.
 
     Squares are rounded down to integers and summed as integers, so the bits of the norm do not depend on the order of
     summation. ``by_axes``: dict from mesh axes to this rank's buffers whose sums of squares are added over these axes.
@@ -119,9 +119,12 @@ def _exact_norm(by_axes: dict[tuple[str, ...], list[_Values]], comm: Comm, label
         for buffer in buffers:
             for chunk in buffer.chunks():
                 most = torch.maximum(most, chunk.abs_().max().to(most.device))  # propagates NaN
-    most = max_over_ranks(most.nan_to_num(nan=math.inf, posinf=math.inf), comm, label=label)
+    both = torch.cat([most.nan_to_num(posinf=math.inf), most.isnan().to(most)])  # a maximum over ranks may lose a NaN
+    most, is_nan = max_over_ranks(both, comm, label=label).unbind()
+    if is_nan:
+        return torch.full_like(most, math.nan)
     if not torch.isfinite(most) or most == 0:
-        return most[0]
+        return most
     exponent = max(math.frexp(float(most))[1], -1000)  # beyond that 2.0**-exponent would overflow
     total = torch.zeros(_LIMBS, dtype=torch.int64, device=comm.device)
     for axes, buffers in by_axes.items():

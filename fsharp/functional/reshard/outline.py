@@ -13,6 +13,7 @@ import torch
 
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.formats.format import as_bytes, dtype_name
+from fsharp.functional.formats.host_memory import bytes_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import MeshPlacement, Placement
 from fsharp.functional.layout.serial import class_in_loaded_module, dtype_named, name_of_class, unit_from_json, unit_to_json
@@ -60,8 +61,8 @@ def outline_to_bytes(tree: Any) -> bytes:
 
     body = encoded(tree, ())
     text = json.dumps({"tree": body, "units": [[unit.mesh.axes, unit_to_json(unit)] for unit in units]}).encode()
-    elements = [bytes(as_bytes(x.detach().cpu()).numpy()) for x in tensors]
-    return b"".join([len(text).to_bytes(8, "little"), text, *elements])
+    elements = [as_bytes(x.detach().cpu()) for x in tensors]
+    return b"".join([len(text).to_bytes(8, "little"), text, *map(bytes_of, elements)])
 
 
 def outline_from_bytes(data: bytes, device: torch.device) -> Any:

@@ -15,9 +15,11 @@ from fsharp.functional.comm.residuals import zero_residuals
 from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.encoding import encode_block_format_groups, encode_leaf_format_groups
 from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.host_memory import bytes_of
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.lent_memory import check_not_lent_to_jax
-from fsharp.functional.layout.sharded import Sharded, decode_tree, is_sharded, units_of
+from fsharp.functional.layout.sharded import Sharded, decode_tree, is_sharded, map_units, units_of
+from fsharp.functional.layout.stored import is_encoded
 from fsharp.functional.layout.text import unit_texts_by_property
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.reshard.move import MeshChange, move_state_tree, pieces_between_ranks
@@ -209,6 +211,21 @@ def reshard_sent_nbytes(
         TreeError: as in :func:`reshard`.
         LayoutError: as in :func:`reshard`.
     """
+
+    def decode_on_meta(node: Any) -> Any:
+        if not (is_sharded(node) and node.is_encoded):
+            return node
+        unit, rows = node.unit, zip(node.groups, node.raw_buffers, strict=True)
+        return node.with_buffers(
+            [
+                torch.empty(unit.local_size(g, node.place), dtype=unit.groups[g].dtypes.main, device="meta")
+                if is_encoded(unit, g, x)
+                else x
+                for g, x in rows
+            ]
+        )
+
+    tree = map_units(decode_on_meta, _replace_residuals(tree, None))
     state_trees = checked_state_trees(tree, layout, place, default_cast=cast)
     old_mesh = state_trees[0].nodes[0].unit.mesh
     route = MeshChange(old_mesh, layout.mesh, tuple(old_ranks or range(old_mesh.size)), tuple(ranks or range(layout.mesh.size)))
@@ -252,8 +269,8 @@ def _share_outline(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
     receive = [size * (not has_tree[comm.rank]) for size in sizes]
     x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     x = x.to(comm.device).repeat(has_tree.count(False))
-    got = comm.all_to_all(x, send, receive, label="the tree for ranks that join")
+    got = comm.all_to_all(x, send, receive, label="the tree for ranks that join").cpu()
     is_new = not has_tree[comm.rank]
     return check_on_all_ranks(
-        "reshard()", comm, lambda: outline_from_bytes(bytes(got.cpu().numpy()), comm.device) if is_new else tree
+        "reshard()", comm, lambda: outline_from_bytes(bytes(bytes_of(got)), comm.device) if is_new else tree
     )

@@ -221,7 +221,7 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Mappi
     nbytes = int.from_bytes(all_gather_fixed_size(len(data).to_bytes(8, "little"), comm)[rank], "little")
     empty = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else empty
-    packed = io.BytesIO(broadcast_from_rank(mine, rank, comm).cpu().numpy().tobytes())
+    packed = io.BytesIO(bytes(broadcast_from_rank(mine, rank, comm).tolist()))
     outline, metadata = torch.load(packed, weights_only=True)
 
     def fill(path: Any, x: Any, own: Any) -> Any:

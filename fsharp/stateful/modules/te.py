@@ -122,7 +122,7 @@ def _extra_state_as_text(module: Any) -> torch.Tensor:
 
 
 def _set_extra_state_from_text(module: Any, state: Any) -> None:
-    data = state.detach().cpu().numpy().tobytes() if isinstance(state, torch.Tensor) else b""
+    data = bytes(state.tolist()) if getattr(state, "dtype", None) is torch.uint8 and state.dim() == 1 else b""
     if not data.startswith(b"{"):
         type(module).set_extra_state(module, state)
         return

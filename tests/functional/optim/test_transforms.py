@@ -270,6 +270,23 @@ def test_a_norm_is_not_finite_if_an_element_is_not(bad, deterministic):
     assert not any(torch.isfinite(norm) for norm in norms)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_clipping_by_a_norm_that_is_not_finite_hides_no_nan(bad, deterministic):
+    """As in torch and optax: a NaN makes all elements NaN; an infinity itself alone, and all others zero."""
+    tree, tx = {"x": torch.ones(7), "y": torch.ones(3)}, fs.optim.clip_by_global_norm(1.0, deterministic=deterministic)
+    tree["x"][6] = bad  # on the last rank
+
+    def rank_fn(comm):
+        grads = sharded(tree, comm)
+        return fs.full_tree(tx.update(grads, tx.init(grads), grads, comm=comm)[0], comm=comm)
+
+    for clipped in simulate(fs.Mesh({"dp": 3}), rank_fn):
+        others = torch.cat([clipped["x"][:6], clipped["y"]])
+        assert clipped["x"][6].isnan()
+        assert others.isnan().all() if math.isnan(bad) else not others.any()
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion"])
 def test_a_nan_in_a_gradient_makes_its_parameter_nan_and_no_other(name):
     """As in optax. torch's sign of a NaN is 0: with Lion a parameter stayed as it was, and its momentum was NaN forever."""

@@ -1,6 +1,7 @@
 import pickle
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -256,6 +257,23 @@ def test_nbytes_in_numbers():
     assert total((4, fs.zero3), (3, fs.zero3)) == [0, 2 * 4, 4 * 4, 6 * 4]
     # Of three copies each newcomer takes what it needs from another one.
     assert total((3, fs.ddp), (5, fs.ddp)) == [24 * 4, 24 * 4, 0, 0, 0]
+
+
+def test_nbytes_of_parameters_that_rest_in_a_format():
+    tree = {"w": torch.arange(192.0).view(6, 32), "b": torch.ones(64)}
+    plain = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+    precision = {"w": replace(plain, stored=fs.formats.mxint8), "b": plain}
+    old, new = (fs.plan(tree, fs.Mesh({"dp": 2}), strategy, precision=precision) for strategy in (fs.zero3("dp"), fs.ddp("dp")))
+
+    nbytes = 2 * 96 * 4 + 32 * 2 + 32 * 4  # of w the decoded parameters and main copies; of b parameters in bfloat16
+
+    def rank_fn(comm):
+        counting = fs.collectives.CountingComm(comm)
+        state = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, old, comm, place="optim"), comm=comm)
+        fs.reshard(state, new, comm=counting)
+        return sent(counting), fs.inspect.reshard_sent_nbytes(state, new, comm.rank)
+
+    assert simulate(new.mesh, rank_fn) == [(nbytes, nbytes)] * 2
 
 
 def test_ranks_that_leave_in_processes():
