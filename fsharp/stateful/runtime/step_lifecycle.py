@@ -255,8 +255,7 @@ class StepLifecycle:
         if held:
             why = f"a caller holds parameters of units {held} after their use, and a schedule would reuse their memory"
         record.record_call_status("left" if was_planned else "recorded", why, emitted)
-        schedules = [schedule for each in self.records for schedule in each.programs.schedules]  # of all units in use
-        used = {facts.name for schedule in schedules for facts in schedule.program.units}
+        used = {facts.name for each in self.records for schedule in each.programs.schedules for facts in schedule.program.units}
         self.registry.remove_unused(used | self.differentiated)
 
     def _compile_on_all_ranks(self, program: Program, *, has_held_parameters: bool) -> Schedule | None:

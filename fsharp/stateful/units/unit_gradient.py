@@ -89,8 +89,7 @@ class UnitGradient:
         """
         if self.is_under_way:
             self.wait()
-        if self.rest.handed_out:
-            self.copy_out_held_tensors()
+        self.copy_out_held_tensors()
         self._own.release()
         self._is_read = not final_sum_in_place
         self.final = None if final_sum_in_place and self.route.can_sum_in_place else self._own_final

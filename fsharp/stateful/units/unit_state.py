@@ -162,9 +162,11 @@ class UnitRegistry:
             unit.begin_step()
 
     def unbind_nodes(self) -> None:
-        """Unbind all units from their nodes, before calls outside of a step, which use no memory of a schedule."""
+        """Unbind all units from their nodes, and release tensors of units that were not bound: their tree may be gone."""
         self._by_memory.clear()
         for unit in self.units.values():
+            if unit.node is None:
+                unit.release_parameter_references()
             unit.bind_node(None)
 
     def bind_unbound_node(self, key: str, node: Sharded) -> None:

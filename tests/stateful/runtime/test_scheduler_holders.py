@@ -335,6 +335,18 @@ def test_parameters_that_an_update_replaces_are_freed(comm):
     assert step.num_unscheduled_calls == 1
 
 
+@on_ranks(DP)
+def test_parameters_of_a_tree_that_is_gone_are_freed_by_the_next_call(comm):
+    score, (batch, *_) = fs.Scheduler(comm)(evaluate), my_batches(comm, 1)
+    states = [make_state(comm, "ddp", params=make_params(layers=3, dim=dim)) for dim in (6, 16)]
+    gone = storages(states[0].params)
+    for state in states:
+        score(state.params, batch)
+    del state, states[0]
+    score(states[0].params, batch)
+    assert all(each.expired() for each in gone)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @on_ranks(DP)
 def test_sparse_gradients_are_refused(comm, strategy):
