@@ -260,7 +260,7 @@ def _check_can_simulate(scheduler: Scheduler) -> None:
         raise ScheduleError(
             f"checking_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."
         )
-    if scheduler.engine.steps.executor.transport.is_async:
+    if scheduler.engine.steps.executor.transport.waits_on_host:
         raise ScheduleError(
             "checking_races(): collectives run in threads of their own, whose accesses are not logged. Use a SingleComm with "
             "DebugPolicy(trivial_axes=True), or ranks made by fsharp.testing.simulate()."

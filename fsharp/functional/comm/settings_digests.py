@@ -2,66 +2,81 @@
 
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping
 
-_MAX_KEPT_TEXTS = 1024
-_text_by_digest: dict[str, str] = {}
+_MAX_KEPT_DIGESTS = 1024
+_MAX_KEPT_LINES = 512
+_lines_by_digest: dict[str, tuple[str, ...]] = {}
 """By digest, the settings from which it was made. Simulated ranks share this table, as they are threads."""
 
 
-def settings_digest(text: str, earlier_digest: str = "") -> str:
-    """Return a digest of ``earlier_digest`` and of ``text``, which has lines ``name=value``: see :class:`SettingsHistory`.
+def settings_digest(text: str) -> str:
+    """Return a digest of ``text``, which has lines ``name=value``.
 
     ``text`` is kept for :func:`settings_texts_by_digest`, with the texts of the newest 1,024 digests.
     """
-    found = f"{zlib.crc32(text.encode(), int(earlier_digest or '0', 16)):08x}"
-    _text_by_digest.pop(found, None)
-    _text_by_digest[found] = text
-    if len(_text_by_digest) > _MAX_KEPT_TEXTS:
-        _text_by_digest.pop(next(iter(list(_text_by_digest))), None)
-    return found
+    return _keep_lines(_extend_digest("", text), (text,))
+
+
+def _extend_digest(earlier_digest: str, text: str) -> str:
+    data = f"{text}\n".encode()
+    return f"{zlib.crc32(data, int(earlier_digest or '0', 16)):08x}"
+
+
+def _keep_lines(digest: str, lines: tuple[str, ...]) -> str:
+    _lines_by_digest.pop(digest, None)
+    _lines_by_digest[digest] = lines
+    if len(_lines_by_digest) > _MAX_KEPT_DIGESTS:
+        _lines_by_digest.pop(next(iter(list(_lines_by_digest))), None)
+    return digest
 
 
 class SettingsHistory:
-    """All settings so far that have to be equal on all ranks, such as ``lr=0.1``: as text, and as a digest.
+    """A digest of all settings that were added so far, for labels of collectives, and the newest settings as text.
 
-    Labels of collectives have the digest. So if settings differ, labels differ, and ranks get an error. In
-    :attr:`text_to_compare` a digest stands for all settings from before the last :meth:`compact_to_digest`.
+    Settings have to be equal on all ranks. The digest does not depend on where steps begin: one rank alone may run steps
+    without collectives. At most 512 settings are kept as text.
     """
 
     def __init__(self) -> None:
-        self._earlier, self._lines = "", list[str]()
-        self._before = self._earlier, self._lines  # at the begin of the last step
+        self._digest = ""
+        self._before_step, self._newest = deque[str](maxlen=_MAX_KEPT_LINES), deque[str](maxlen=_MAX_KEPT_LINES)
 
     @property
     def digest(self) -> str:
-        """A digest of all settings so far; empty if there are none."""
-        return settings_digest("\n".join(self._lines), self._earlier) if self._lines else self._earlier
+        """A digest of all settings so far; empty if there are none. Settings that are kept as text explain the digest."""
+        return _keep_lines(self._digest, tuple(self._newest or self._before_step)) if self._digest else ""
+
+    @property
+    def label_suffix(self) -> str:
+        """Text with the digest, for the end of a label; empty if there are no settings."""
+        return f" of history {digest}" if (digest := self.digest) else ""
 
     @property
     def text_to_compare(self) -> str:
-        """The digest of all settings before the last :meth:`compact_to_digest`, and later settings, as lines ``name=value``."""
-        return "\n".join([f"history={self._earlier}", *self._lines])
+        """The settings that are kept as text, as lines ``name=value``, and the digest of all settings."""
+        return "\n".join([*self._newest, f"history={self._digest}"])
 
     def add_settings(self, text: str) -> None:
         """Add settings, as lines ``name=value``."""
-        self._lines.append(text)
+        self._digest = _extend_digest(self._digest, text)
+        self._newest.append(text)
 
-    def compact_to_digest(self) -> None:
-        """Replace the text of all settings so far by their digest. Each step begins with this call."""
-        self._before = self._earlier, self._lines
-        self._earlier, self._lines = self.digest, []
+    def begin_step(self) -> None:
+        """Record that a step begins: its first labels compare all settings so far, and later labels only those added since."""
+        self._before_step, self._newest = self._newest, deque[str](maxlen=_MAX_KEPT_LINES)
 
-    def undo_compact_to_digest(self) -> None:
-        """Undo the last :meth:`compact_to_digest`, for a step without collectives. Settings that were added since stay."""
-        self._earlier, lines = self._before
-        self._lines = lines + self._lines
+    def undo_begin_step(self) -> None:
+        """Undo the last :meth:`begin_step`, for a step without collectives, which has compared nothing."""
+        self._before_step.extend(self._newest)
+        self._newest, self._before_step = self._before_step, deque[str](maxlen=_MAX_KEPT_LINES)
 
 
 def settings_texts_by_digest(labels: Iterable[str]) -> dict[str, str]:
     """Return the texts from which the digests in ``labels`` were made, by digest, as far as this process has kept them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
-    return {each: _text_by_digest[each] for each in found if each in _text_by_digest}
+    return {each: "\n".join(_lines_by_digest[each]) for each in found if each in _lines_by_digest}
 
 
 def differing_settings_rows(label_by_rank: Mapping[int, str], text_by_digest: Mapping[str, str]) -> list[tuple[str, str]]:

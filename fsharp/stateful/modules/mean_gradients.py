@@ -22,7 +22,7 @@ class MeanGradients:
 
     Attributes:
         tree: a tree of :class:`~fsharp.Sharded` in the layout of optimizer state; None while there are no gradients.
-        missing: paths of trained parameters that got no gradient; the tree has zeros for them.
+        trained, missing: paths of trained parameters, and of those that got no gradient, for which the tree has zeros.
         edits: changes of the gradients since they were set, in order, such as ``"unscale"``.
     """
 
@@ -47,6 +47,7 @@ class MeanGradients:
     def set_to_mean_over_ranks(self, sums: Any, missing: set[str]) -> None:
         """Make ``sums`` the means: divide in place by the number of ranks. ``missing``: paths with no gradient on any rank."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
+        self.trained = frozenset([path for path, each in self._parameters.items() if each.is_trained])
         torch._foreach_div_(self.buffers, self._comm.mesh.size)
         for node in units_of(sums) if missing else ():
             if node.unit.has_any_format:  # a format may not decode zeros of all ranks to zeros
@@ -120,7 +121,7 @@ class MeanGradients:
     @property
     def paths_with_gradient(self) -> frozenset[str]:
         """Paths of the trained parameters that have a gradient. Valid only if ``tree`` is not None."""
-        return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
+        return self.trained - self.missing
 
     def norm(self, order: float) -> torch.Tensor:
         """Return the ``order``-norm of all gradients: over all ranks, and over the mesh axes of DTensors."""

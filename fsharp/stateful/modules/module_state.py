@@ -25,6 +25,7 @@ class ModuleTrainState:
         is_written: whether the user has written to parameters since the last :meth:`report_parameter_writes`.
         opt_user: ``id`` of the one optimizer that may use ``train_state.opt``; None before the first use.
         loaded: which of "parameters" and "optimizer" were loaded since the last step.
+        unfilled: units whose parameters at rest a gather may not have filled yet.
     """
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
@@ -43,11 +44,12 @@ class ModuleTrainState:
         self.record_version_counters()
 
     def record_version_counters(self) -> None:
-        """Record the version counters of all buffers of parameters, to notice later writes."""
+        """Record the version counters of all buffers of parameters, to notice later writes, and which units are unfilled."""
         trees = ("params", self.train_state.params), ("main", self.train_state.main)
         nodes = [(kind, node) for kind, tree in trees for node in units_of(tree)]
         self._buffers = [(kind, n.name, g, b) for kind, n in nodes for g, b in zip(n.groups, n.raw_buffers, strict=True)]
         self._recorded = self._version_counters()
+        self.unfilled = [node for kind, node in nodes if kind == "params" and node.lazy is not None]
 
     def copy_into_buffers(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Copy ``values`` into ``targets``, buffers of this state. :meth:`notice_main_writes` does not notice these writes."""
@@ -89,6 +91,7 @@ class ModuleTrainState:
     def update(self, tx: Any, grads: Any) -> None:
         """Update parameters and states in their memory by ``tx``, an ``(init, update)`` pair. ``grads``: mean gradients."""
         self.train_state = update(tx, grads, self.train_state, comm=self._comm, donate=True)
+        self.record_version_counters()
 
     def renew_residuals(self) -> None:
         """Replace the residuals by new zeros, after a load. A loaded tree may hold the old tensors, which do not change."""

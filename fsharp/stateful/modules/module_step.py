@@ -195,7 +195,6 @@ class ModuleStep:
             self.means.release_gradients()
         self._close_step()
         self.updated_by = optimizer_id
-        self.state.record_version_counters()
         self.state.loaded.clear()
 
     def checked_gradients_or_none(self, where: str) -> Any:
@@ -288,7 +287,7 @@ class ModuleStep:
         self.used_gradients.discard(path)
         if self.gradient_part(path) is not None:
             self.means.release_part(path)
-            if not self.means.paths_with_gradient:
+            if self.means.trained <= self.means.missing:
                 self.release_gradients()
 
     def abandon_forwards(self, where: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import nn
 
@@ -10,7 +11,9 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.stateful.modules.parts.part import ShardedTensor as ShardedTensor
+from fsharp.stateful.modules.parts.part_functions import is_in_place
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES_MESSAGE
+from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
 
@@ -30,10 +33,20 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     ) -> Any:
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "backward":
+        name = getattr(func, "__name__", "")
+        if name == "backward":
             raise LayoutError(
                 "backward(inputs=...): parameters of a ShardedModule cannot be inputs of a backward. Use torch.autograd.grad()."
             )
+        if in_backward():
+            writes = (is_in_place(name) and name != "requires_grad_") or name == "__setitem__"
+            written: Any = (kwargs or {}).get("out"), args[:1] if writes else ()
+            for x in optree.tree_leaves(written):
+                if isinstance(x, ShardedParameter) and (owner := x.owner()) and owner.full_parameter_in_backward(x) is not None:
+                    raise TreeError(
+                        f"{name}(): parameter {x.path!r} is written to in the backward of its unit, where gathered parameters "
+                        "stand for it, so the write would be lost. Write to parameters after the backward."
+                    )
         return super().__torch_function__(func, types, args, kwargs)
 
     @property

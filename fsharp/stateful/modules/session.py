@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, LabelPrefixComm
 from fsharp.functional.comm.tree_labels import label_new_tree
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
@@ -76,7 +76,7 @@ class ModuleSession:
         # Functions that parts call: see ShardedTensorOwner.
         self.gradient_part, self.release_gradient = step.gradient_part, step.release_gradient
         self.check_can_unscale, self.add_gradient_ready_hook = step.check_can_unscale, means.add_gradient_ready_hook
-        self.settings_text_to_compare = scheduler.engine.steps.settings_text_to_compare
+        self.settings_text_to_compare = lambda: scheduler.engine.steps.history.text_to_compare
         self._trained = set[str]()  # paths of trained parameters
         self.is_unsharded = self.is_averaged = False
         self._evaluation = ScheduledFunction(scheduler, lambda run, tree, comm: run(ParameterSource(tree, comm)), "evaluation")
@@ -180,13 +180,15 @@ class ModuleSession:
 
     def comm_outside_steps(self) -> Comm:
         """Return the scheduler for collectives outside of steps, whose labels have a digest of all settings so far."""
-        return self.scheduler.engine.steps.comm_with_settings_digest(self.reopened_scheduler())
+        comm, steps = self.reopened_scheduler(), self.scheduler.engine.steps
+        return comm if steps.now is not None else LabelPrefixComm(comm, f"after history {steps.history.digest or 'none'}: ")
 
     def wait_before_write(self) -> None:
         """Wait for gathers under way, before a write: they read parameters for the next step, or write updated parameters."""
-        for node in units_of(self.state.train_state.params):
+        for node in (unfilled := self.state.unfilled):
             with suppress(FsharpError):  # a failed gather is over, and the next use of its parameters raises its error
                 node.wait()
+        unfilled.clear()
         self.scheduler.engine.steps.executor.lanes.stream_wait_lanes("gather")
 
     def add_write_to_comm_labels(self, part: ShardedTensor, what: str) -> None:
@@ -305,7 +307,6 @@ class ModuleSession:
 
     def install_sharded_parameters(self) -> None:
         """Put this rank's parts, as ShardedParameters, in place of the module's parameters."""
-        self.parameters.clear()
         owner: weakref.ref[ShardedTensorOwner] = weakref.ref(self)
         rank, trained, specs = self.scheduler.rank, units_by_name(self.state.main_parameters()), self.calls.dtensor_specs
         for node in units_of(self.state.train_state.params):
@@ -315,7 +316,9 @@ class ModuleSession:
                     about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
                     about |= {"spec": specs.get(path), "owner": owner, "is_trained": each is not frozen}
                     part = ShardedParameter.from_attributes(data.detach(), about, requires_grad=each is not frozen)
-                    self.parameters[path] = part
+                    held = self.parameters.setdefault(path, part)
+                    if held is not part:  # optimizers of torch.optim and lists of callers have it
+                        torch._C._swap_tensor_impl(held, part)
         self._trained = {path for path, each in self.parameters.items() if each.is_trained}
         for entries, owned in zip(self.calls.entries.values(), self._leaf_values_by_unit(self.parameters), strict=True):
             entries.exchange_tensors(owned)

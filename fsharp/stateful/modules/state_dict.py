@@ -60,6 +60,7 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
     given: dict[str, torch.Tensor] = {}  # values for parameters, by path
     parts: dict[str, ShardedTensor] = {}  # by path, this rank's part of the value
     written: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers, each with its new value
+    assigned: list[tuple[dict[str, Any], str, Any]] = []  # buffers in place of which modules have put other tensors
 
     def read() -> Any:
         """Let torch read the state dict into placeholders. Return torch's result: missing and unexpected keys."""
@@ -76,6 +77,11 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
                 result = load()
             except RuntimeError as error:  # torch lists all wrong names and shapes
                 raise TreeError(f"{where}: {error}") from error
+            for entries in session.calls.entries.values():
+                entries.check_not_replaced()
+            copies = {id(copy) for _, copy in buffers}
+            rows = [(each._buffers, *row) for each in module.modules() for row in each._buffers.items()]
+            assigned.extend([row for row in rows if id(row[2]) not in copies])
         for path, each in awaiting.items():
             if not each.given:
                 continue
@@ -100,6 +106,8 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
     with torch.no_grad():
         for buffer, value in written:
             buffer.copy_(value)
+    for owned, name, x in assigned:
+        owned[name] = x
     session.write_and_gather_parameters({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
         session.reset_history_if_both_loaded("parameters")

@@ -40,8 +40,9 @@ class BoundSchedule:
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(op_source_numbers), dict[str, Memory]()
         comm, poison = executor.comm, schedule.policy.poison
+        filled = {op.unit: op.memory for op in schedule.ops if op.memory and op.spec.fills == PARAMS}
         self.unsharded_by_unit = {
-            name: UnshardedBuffer(units[name], comm, at, arena, poison=poison) for name, at in schedule.parameter_memory.items()
+            name: UnshardedBuffer(units[name], comm, at, arena, poison=poison) for name, at in filled.items()
         }
         self._opens: dict[str, Memory] = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.resting_gradients = {

@@ -176,7 +176,7 @@ class ScheduledEngine(Engine):
         units = handed_out.take_units()
         if donated_residuals:
             _pass_residuals(units, donated_residuals)
-        step.reduce_to_optimizer(units, wait=not self.steps.executor.transport.is_async)
+        step.reduce_to_optimizer(units, wait=not self.steps.executor.transport.waits_on_host)
         if donated_residuals:
             _pass_residuals(units, {})
         position = iter(units)

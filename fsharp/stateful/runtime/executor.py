@@ -188,7 +188,7 @@ def _bind_gather(executor: Executor, bound: BoundOp) -> Action:
     rows = [(each, each.unit, each.unsharded) for each in bound.bucket_members]
     units = [(each, unit, unsharded) for each, unit, unsharded in rows if unit is not None and unsharded is not None]
     coalesced, transport, what = len(units) > 1, executor.transport, bucket_label(bound.bucket_members)
-    waits = transport.is_async  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
+    waits = transport.waits_on_host  # else the gather is queued behind the ops that fill a node's buffers, on the same stream
 
     def start() -> None:
         if not executor.is_connected:
@@ -222,7 +222,7 @@ def _bind_wait(executor: Executor, bound: BoundOp) -> Action:
         assert unit.node is not None
         unsharded.wait()
         with lanes.on_lane("gather", bound.key, after):
-            if transport.is_async:
+            if transport.waits_on_host:
                 unit.node.wait()
             label = f"{executor.label_of_units([unit], bucket_label([bound]))} of other values than were gathered"
             gather_inputs = unsharded.begin_fill(unit.node, executor.number)
@@ -264,7 +264,7 @@ def _bind_update_gather(executor: Executor, bound: BoundOp) -> Action:
         for gather in gathers:
             gather.works.extend(works)
         differences = [each for gather in gathers for each in gather.differences]
-        for gather in gathers if differences and not executor.transport.is_async else ():
+        for gather in gathers if differences and not executor.transport.waits_on_host else ():
             gather.wait()  # adds differences on this lane, before later gathers and reads of parameters
         if executor.lanes.has_streams:
             for source, parts in gather_inputs:
@@ -336,7 +336,7 @@ def _bind_reduce(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _bind_decode_sum(executor: Executor, bound: BoundOp) -> Action:
-    if bound.may_run_late and executor.transport.is_async:
+    if bound.may_run_late and executor.transport.waits_on_host:
         return do_nothing  # the reader of the sum decodes it
     return executor.action_on_lane(bound, bound.gradient.wait_and_decode, after_compute=False)
 
@@ -344,7 +344,7 @@ def _bind_decode_sum(executor: Executor, bound: BoundOp) -> Action:
 def _bind_accumulate(executor: Executor, bound: BoundOp) -> Action:
     gradient, end, is_final = bound.gradient, _action_to_accumulate(bound), bound.spec is ops.FINAL_ACCUMULATE
     reduction, opens = (bound.op.unit, ops.FINAL_REDUCE if is_final else ops.REDUCE), bound.op.opens is not None
-    waits_late = bound.may_run_late and executor.transport.is_async
+    waits_late = bound.may_run_late and executor.transport.waits_on_host
     end_on_lane = executor.action_on_lane(bound, end, after_compute=not is_final and not gradient.route.has_reduction)
 
     def action() -> None:

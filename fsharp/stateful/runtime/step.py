@@ -141,12 +141,9 @@ class Step:
 
     def buffer_for_backward(self, use: UnitUse) -> UnshardedBuffer:
         """Return the buffer of a use for its backward, gathered again if it was released. ScheduleError if the step is over."""
-        if self.is_over:
-            raise _backward_too_late_error(use.unit.key)
         assert use.unsharded is not None
-        if use.unsharded.filled_from is None:  # the backward did not pass through the function's result
-            if self._on_backward is not None:
-                self._on_backward()
+        if self.is_over or use.unsharded.filled_from is None:  # the backward did not pass through the function's result
+            self._run_backward_hook([use.unit.key])
             self._begin_use_backward(use)
         return use.unsharded
 
@@ -166,9 +163,7 @@ class Step:
 
     def begin_use_backwards(self, uses: Sequence[UnitUse], grads: object = None) -> None:
         """Begin the backward of each of ``uses``: autograd has reached the results of their function."""
-        gathered = (
-            [use.unit.key for use in uses if use.unsharded is not None] if self.is_over or torch.is_grad_enabled() else []
-        )
+        gathered = [x.unit.key for x in uses if x.unsharded is not None] if self.is_over or torch.is_grad_enabled() else []
         if gathered and torch.is_grad_enabled():
             raise create_graph_error()
         if self.is_over and not gathered:
@@ -183,7 +178,11 @@ class Step:
         if self._on_backward is not None:
             self._on_backward()
         if self.is_over:
-            raise _backward_too_late_error(gathered[0])
+            raise ScheduleError(
+                f"a backward came to unit {gathered[0]!r} after the step that used it was over. With a ShardedModule call "
+                "backward before optimizer.step() and zero_grad(), and call the model again for another backward. Call the "
+                "backward of a scheduled function inside of it; or pass comm=scheduler to the function instead of wrapping it."
+            )
 
     def _begin_use_backward(self, use: UnitUse) -> None:
         uses = self.uses
@@ -332,11 +331,3 @@ class Step:
     def set_on_backward(self, hook: Callable[[], None]) -> None:
         """Let each backward that reaches a use of this step first call ``hook``, which may raise an error."""
         self._on_backward = hook
-
-
-def _backward_too_late_error(unit: str) -> ScheduleError:
-    return ScheduleError(
-        f"a backward came to unit {unit!r} after the step that used it was over. With a ShardedModule call backward before "
-        "optimizer.step() and zero_grad(), and call the model again for another backward. Call the backward of a scheduled "
-        "function inside of that function; or pass comm=scheduler to the function instead of wrapping it."
-    )

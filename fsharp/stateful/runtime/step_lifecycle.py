@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from fsharp.distributed.process_group import ProcessGroupComm, TransportGroups, with_own_numbering
 from fsharp.errors import CommError, ScheduleError
 from fsharp.functional.comm.agree import agree, all_gather_fixed_size
-from fsharp.functional.comm.protocol import Comm, CountingComm, LabelPrefixComm, innermost_comm
+from fsharp.functional.comm.protocol import Comm, CountingComm, innermost_comm
 from fsharp.functional.comm.restart_replay import restart_replay
 from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.layout.sharded import Sharded
@@ -57,6 +57,7 @@ class StepLifecycle:
 
     Attributes:
         own: a Comm of the ranks with its own numbering of collectives.
+        history: all settings so far, which ranks have to share.
         handed_out: the gradients that the last ``value_and_grad`` of the step has returned.
         now: the step under way; None between steps.
         differentiated: keys of units whose value_and_grad() is under way.
@@ -64,7 +65,7 @@ class StepLifecycle:
 
     def __init__(self, comm: Comm, policy: SchedulePolicy) -> None:
         self.comm, self.policy = comm, policy
-        self.records, self._history = FunctionRecords(), SettingsHistory()
+        self.records, self.history = FunctionRecords(), SettingsHistory()
         self._closed: str | None = None
         restart_replay.record_replay_only_call(lambda: self.close_scheduler_after_error(CommError("a rank was restarted")))
         self._renew_executor_and_units(new_lanes(comm.device))
@@ -72,7 +73,7 @@ class StepLifecycle:
 
     def _reset_after_rank_restart(self, own: Comm, executor: Executor) -> None:
         """Return to the state of a new object, for a new generation of the job. ``own``, ``executor``: its first ones."""
-        self._closed, self._history = None, SettingsHistory()
+        self._closed, self.history = None, SettingsHistory()
         self.own, self.executor = own, executor
         executor.reset_after_rank_restart()
         self.records.reset_after_rank_restart()
@@ -112,35 +113,23 @@ class StepLifecycle:
 
         Labels of later collectives have a digest of all settings. So a collective raises an error that names differences.
         """
-        self._history.add_settings(text)
+        self.history.add_settings(text)
         if self.now is not None:
-            self.executor.set_label_names(step=f"{self.now.title}{self._history_digest_suffix}")
+            self.executor.set_label_names(step=f"{self.now.title}{self.history.label_suffix}")
 
     def reset_label_history(self) -> None:
         """Make labels independent of earlier steps and settings, once all ranks have loaded the same values."""
-        self._history, self.num_updates = SettingsHistory(), 0
+        self.history, self.num_updates = SettingsHistory(), 0
         for record in self.records:
             record.restart_label_numbering()
-
-    def settings_text_to_compare(self) -> str:
-        """Return, as text, all settings that ranks have to share: a digest of older settings, then lines ``name=value``."""
-        return self._history.text_to_compare
-
-    def comm_with_settings_digest(self, comm: Comm) -> Comm:
-        """Return ``comm``; outside of steps, a Comm over ``comm`` whose labels have a digest of all settings so far."""
-        return comm if self.now is not None else LabelPrefixComm(comm, f"after history {self._history.digest or 'none'}: ")
-
-    @property
-    def _history_digest_suffix(self) -> str:
-        return f" of history {self._history.digest}" if self._history.digest else ""
 
     def open_step(self, record: FunctionRecord, inputs: Any) -> Step:
         """Begin a step of a scheduled function. All calls until :meth:`close_step` are part of the step."""
         with self.closing_scheduler_on_error():
             self._check_scheduler_open_locally()
-            self._history.compact_to_digest()
+            self.history.begin_step()
             title = f"{record.new_call_name()} after {self.num_updates} updates"
-            self.executor.begin_step(f"{title}{self._history_digest_suffix}")
+            self.executor.begin_step(f"{title}{self.history.label_suffix}")
             self.registry.begin_step()
             for key, node in record.nodes_at_recorded_positions(inputs).items():
                 self.registry.bind_unbound_node(key, node)
@@ -218,7 +207,7 @@ class StepLifecycle:
             if unit.gradient is not None:
                 unit.gradient.copy_out_held_tensors()
         if step.used_no_collectives:  # one rank alone may run a local step, so no later label may depend on the step
-            self._history.undo_compact_to_digest()
+            self.history.undo_begin_step()
             record.record_call_status("local", "nothing was gathered, reduced or updated, so there is nothing to schedule")
             return
         self.records.record_last_called(record)

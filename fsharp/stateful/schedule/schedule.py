@@ -18,7 +18,7 @@ from typing import Any
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.text import NOTEBOOK_HTML_BY_CLASS
-from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases_text, kinds_where
+from fsharp.stateful.schedule.ops import OPS, OpSpec, Phase, Stream, expected_phases_text, kinds_where
 from fsharp.stateful.schedule.policy import SchedulePolicy, policy_from_json
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
@@ -130,11 +130,6 @@ class Schedule:
         facts = self.program.facts
         return sum(facts[op.unit].host for op in self.ops if op.spec.cost == "copy")
 
-    @property
-    def parameter_memory(self) -> dict[str, Memory]:
-        """Memory of each gathered unit's full parameters, by name of the unit: one address for the whole step."""
-        return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
-
     def replace_ops(self, ops: "tuple[Op, ...] | list[Op]") -> "Schedule":
         """Return the schedule with other ops, not verified yet: see :func:`~fsharp.schedules.verify`."""
         return replace(self, ops=tuple(ops))
@@ -167,7 +162,9 @@ class Schedule:
         """
         try:
             data = json.loads(text)
-            units = tuple(map(_facts_from_json, data["program"]["units"]))
+            rows: list[dict[str, Any]] = data["program"]["units"]
+            calls = [{k: tuple(Call(*x) for x in v) for k, v in row.items() if isinstance(v, list)} for row in rows]
+            units = tuple([UnitFacts(**row | own) for row, own in zip(rows, calls, strict=True)])
             events: list[list[Any]] = [
                 [tuple(x) if isinstance(x, list) else x for x in event] for event in data["program"]["events"]
             ]
@@ -242,8 +239,3 @@ def coalescing_key(calls: Iterable[Call], facts: UnitFacts) -> tuple[object, ...
 def _op_from_json(row: dict[str, Any]) -> Op:
     memory, opens = (Memory(**row[name]) if row[name] else None for name in ("memory", "opens"))
     return Op(**row | {"memory": memory, "opens": opens, "after": tuple(row["after"])})
-
-
-def _facts_from_json(row: dict[str, Any]) -> UnitFacts:
-    fields: dict[str, Any] = {k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()}
-    return UnitFacts(**fields)

@@ -70,7 +70,7 @@ class Transport(ABC):
     returns False: then each is a message of its own. A ``label`` says what a call is for, as in :class:`~fsharp.Comm`.
     """
 
-    is_async = False
+    waits_on_host = False
     """Whether a wait for a Work may block the host."""
     compares_labels = True
     """Whether ranks compare labels. If not, the executor makes none: a label takes 5 microseconds of the host."""
@@ -207,7 +207,7 @@ class Transport(ABC):
             _copy_all(outs, xs)
 
         work = Work(copy)
-        if not self.is_async:  # on a device the stream of the collective also unpacks
+        if not self.waits_on_host:  # on a device the stream of the collective also unpacks
             work.wait()
         return work
 

@@ -30,7 +30,7 @@ _MIN_MESSAGE_NBYTES = 1 << 17
 class GlooTransport(Transport):
     """A Transport over gloo, asynchronous: each rank sends each other rank its part, and adds the parts that arrive."""
 
-    is_async = True
+    waits_on_host = True
     comm: ProcessGroupComm
     groups: TransportGroups
 

@@ -5,7 +5,12 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import FsharpError
-from fsharp.functional.comm.settings_digests import differing_settings_rows, settings_digest, settings_texts_by_digest
+from fsharp.functional.comm.settings_digests import (
+    SettingsHistory,
+    differing_settings_rows,
+    settings_digest,
+    settings_texts_by_digest,
+)
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.gpt_like import loss_fn
@@ -13,7 +18,7 @@ from tests.scheduling import DP, make_state, my_batches
 
 
 def test_what_digests_stand_for():
-    labels = {rank: f"gather a of history {settings_digest(f'x=1{chr(10)}lr={rank}', '0000002a')}" for rank in (0, 3)}
+    labels = {rank: f"gather a of history {settings_digest(f'x=1{chr(10)}lr={rank}')}" for rank in (0, 3)}
     assert differing_settings_rows(labels, settings_texts_by_digest(labels.values())) == [
         ("rank 0 has", "lr=0"),
         ("rank 3 has", "lr=3"),
@@ -21,6 +26,44 @@ def test_what_digests_stand_for():
     same = dict.fromkeys((0, 3), labels[0])
     assert differing_settings_rows(same, settings_texts_by_digest(same.values())) == []
     assert differing_settings_rows(labels, {}) == []
+
+
+def test_a_digest_does_not_depend_on_where_steps_begin():
+    """One rank alone may run a step without collectives, at any place between settings."""
+    texts, digests = [f"lr={i}" for i in range(6)], set()
+    for begins in range(1 << 6):
+        history = SettingsHistory()
+        for i, text in enumerate(texts):
+            if begins >> i & 1:
+                history.begin_step()
+            history.add_settings(text)
+            if begins >> i & 1:
+                history.undo_begin_step()
+        digests.add(history.digest)
+        assert settings_texts_by_digest([history.digest]) == {history.digest: "\n".join(texts)}
+    assert len(digests) == 1
+    history.begin_step()
+    assert settings_texts_by_digest([history.digest]) == {history.digest: "\n".join(texts)}
+    history.add_settings("b")
+    assert settings_texts_by_digest([history.digest]) == {history.digest: "b"}
+
+
+def test_a_teacher_that_is_only_evaluated_keeps_a_bounded_text():
+    """Each write to one of its parameters adds a setting, and its evaluations have no collectives that compare these."""
+
+    def rank_fn(comm):
+        teacher = fs.shard_module(modules.make("plain"), mesh=comm, strategy=fs.ddp("dp"), units=[modules.Block])
+        parameters, student = list(teacher.parameters()), [torch.ones(p.shape) for p in teacher.parameters()]
+        [(x, y)], sizes = modules.batches(comm, 1), []
+        for _ in range(150):
+            with torch.no_grad():
+                torch._foreach_lerp_(parameters, student, 0.01)
+                teacher(x, y)
+            sizes.append(len(next(iter(parameters)).owner().settings_text_to_compare()))
+        return sizes
+
+    for sizes in simulate(DP, rank_fn):
+        assert sizes[-1] < 1.1 * sizes[60], sizes[::10]
 
 
 def of_groups(comm, option="lr", make=float):

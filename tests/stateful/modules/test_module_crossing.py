@@ -72,6 +72,30 @@ def test_an_optimizer_of_torch_goes_on_in_other_memory(comm, strategy):
     assert_same(*found)
 
 
+@every(2, strategy=["ddp", "zero1", "zero3"], precision=(fs.Precision(), MIXED), crosses=("a clone", "itself"))
+@on_ranks(DP)
+def test_parameters_that_callers_hold_go_on_in_other_memory(comm, strategy, precision, crosses):
+    """As in plain torch: an optimizer of torch.optim and a list have the objects that the module has."""
+    found, data = [], modules.batches(comm, 4)
+    for assigns in (True, False):
+        model, _ = wrap(comm, strategy, precision=precision)
+        held, optimizer = list(model.parameters()), torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer, data[:2])
+        optimizer.zero_grad()
+        if assigns:
+            copy = (lambda x: x.clone()) if crosses == "a clone" else lambda x: x
+            model.train_state = optree.tree_map(
+                lambda x: copy(x) if isinstance(x, torch.Tensor) else x, model.train_state, none_is_leaf=True
+            )
+        train(model, optimizer, data[2:])
+        with torch.no_grad():
+            held[0].mul_(2)
+            losses = model(*data[0])["loss"]
+        assert all(mine is now for mine, now in zip(held, model.parameters(), strict=True))
+        found.append(values(model) | {"loss": losses})
+    assert_same(*found)
+
+
 @on_ranks(DP)
 def test_states_of_something_else_are_refused(comm):
     model, _, _ = pair(comm, "zero3")

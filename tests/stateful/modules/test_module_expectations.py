@@ -73,6 +73,20 @@ def test_a_backward_that_comes_after_all_is_refused(comm, strategy):
     assert_same(values(model), values(expected))
 
 
+@on_ranks(DP)
+def test_a_backward_that_comes_after_all_is_refused_from_within_a_unit(comm):
+    """The first that such a backward asks for are parameters that autograd has saved."""
+    model, _ = wrap(comm, "zero3")
+    kept, [(x, y)] = [], modules.batches(comm, 1)
+    handle = model.layers[1].up.register_forward_hook(lambda module, args, out: kept.append(out))
+    model(x, y)
+    handle.remove()
+    with model.unsharded():
+        pass
+    with pytest.raises(ScheduleError, match=r"for a forward that unsharded\(\) had abandoned.*call the model again"):
+        kept.pop().sum().backward()
+
+
 @on_ranks(ONE)
 def test_gradients_are_not_given_up(comm):
     model, optimizer = wrap(comm, "zero3")

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -360,3 +361,21 @@ def test_sums_of_frozen_complex_and_integer_parameters(comm):
             close(getattr(module, name).sum(dtype=dtype), x.sum(dtype=dtype))
     with pytest.raises(LayoutError, match="'i' is sharded"):
         torch.linalg.vector_norm(module.i, 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@on_ranks(DP)
+def test_the_cost_of_a_part_does_not_grow_with_the_units(comm, strategy):
+    """An optimizer of torch.optim reads each part some thirty times in a step."""
+    found = []
+    for layers in (1, 6):
+        net, how = modules.Net(layers), getattr(fs, strategy)("dp")
+        model = fs.shard_module(net, mesh=comm, strategy=how, units=[modules.Block], sync_from=0)
+        optimizer, calls = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), []
+        descend(model(*batches(comm, 1)[0])["loss"], optimizer)
+        _ = model.head.weight.local  # waits for gathers
+        sys.setprofile(lambda frame, event, arg, calls=calls: calls.append(frame) if event == "call" else None)
+        _ = model.head.weight.local
+        sys.setprofile(None)
+        found.append(len(calls))
+    assert found[0] == found[1]

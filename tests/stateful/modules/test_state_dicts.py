@@ -424,3 +424,48 @@ def test_at_the_wrong_time(comm):
         model.load_state_dict(state)
     optimizer.zero_grad()
     model.load_state_dict(state)
+
+
+class Queue(nn.Module):
+    """Puts tensors of a state dict in place of its own, as a module may whose buffers have any length."""
+
+    def __init__(self, length, assigned=("queue",)):
+        super().__init__()
+        self.inner, self.assigned = nn.Linear(4, 4), assigned
+        self.register_buffer("queue", torch.arange(float(length)))
+        self.register_buffer("count", torch.tensor(length))
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        for name in self.assigned:
+            setattr(self, name, state_dict[prefix + name].clone())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_buffers_that_a_module_assigns_are_loaded(length):
+    def rank_fn(comm):
+        net = nn.Sequential(Queue(3), Queue(2))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=["*"], sync_from=0)
+        assert model.load_state_dict(saved) == ([], [])
+        return dict(model.named_buffers()), values(model)
+
+    saved = nn.Sequential(Queue(length), Queue(length + 1)).state_dict()
+    for buffers, parameters in simulate(DP, rank_fn):
+        assert_same(buffers | parameters, dict(saved))
+
+
+@on_ranks(DP)
+def test_a_parameter_that_a_module_replaces_in_a_load_is_refused(comm):
+    class Resized(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(rows, 2))
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            self.table = nn.Parameter(torch.zeros_like(state_dict[prefix + "table"]))
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    model = fs.shard_module(Resized(3), mesh=comm, strategy=fs.zero3("dp"))
+    with pytest.raises(TreeError, match=r"'table' was removed or replaced"):
+        model.load_state_dict(Resized(3).state_dict())
+    assert_same(values(model), {"table": torch.ones(3, 2)})

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import batches, values, wrap
-from tests.scheduling import DP, every
+from tests.ranks import on_ranks
+from tests.scheduling import DP, assert_same, every
 
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
@@ -104,3 +106,30 @@ def test_whole_tensors_are_written_by_each_rank_to_its_part(strategy):
         torch.testing.assert_close(whole["head.weight"], modules.make().head.weight * torch.arange(66.0).view(11, 6) + 1)
         for i, (name, value) in ((i, item) for i in (0, 1) for item in other.named_parameters()):
             assert torch.equal(whole[f"layers.{i}.{name}"], value)
+
+
+IN_BACKWARDS = {
+    "in place": lambda p: p.clamp_(-0.01, 0.01),
+    "of a list": lambda p: torch._foreach_mul_([p], 2.0),
+    "an element": lambda p: p.__setitem__(0, 1.0),
+    "out": lambda p: torch.mul(torch.ones(6), 2.0, out=p),
+    "one of several outs": lambda p: torch.frexp(torch.ones(6), out=(p, torch.ones(6, dtype=torch.int32))),
+}
+
+
+@every(2, strategy=STRATEGIES, write=IN_BACKWARDS, precision=(fs.Precision(), MIXED))
+@on_ranks(DP)
+def test_a_write_in_the_backward_of_its_unit_is_refused(comm, strategy, write, precision):
+    """There gathered parameters stand for the module's. Without the write the training goes on."""
+    (model, optimizer), (expected, other) = (wrap(comm, strategy, precision=precision) for _ in range(2))
+    first, second = batches(comm, 2)
+    hook = lambda module, *_: IN_BACKWARDS[write](module.norm.weight)  # noqa: E731
+    for _ in range(2):  # also in a step that follows a schedule
+        optimizer.zero_grad()
+        handle = model.layers[1].register_full_backward_hook(hook)
+        with pytest.raises(TreeError, match=r"'layers\.1\.norm\.weight' is written to in the backward of its unit"):
+            model(*first)["loss"].backward()
+        handle.remove()
+        modules.train(model, optimizer, [second])
+        modules.train(expected, other, [second])
+    assert_same(values(model), values(expected))

@@ -46,7 +46,7 @@ def in_arena(scheduler, tensors):
 class Late(BlockingTransport):
     """What is sent is read, and what arrives is written, when it is waited for and no earlier: the latest that may be."""
 
-    is_async = True
+    waits_on_host = True
 
     def gather_unpacked(self, *args):
         return Work(finish=lambda: BlockingTransport.gather_unpacked(self, *args))
