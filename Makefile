@@ -5,7 +5,7 @@
 # make test-kernels  tests that compare numbers, with the kernels of older processors; tests with threads, on one core
 # make faults    tests of checkpoints: killed saves, damaged files, full disks, forged manifests; 9 minutes (ARGS=--short: 1)
 # make examples  run the examples, about 5 minutes
-# make bench     measure against FSDP2, DDP and DCP (25 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
+# make bench     measure against FSDP2, DDP and DCP (25 to 40 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 # make bench-wire  formats of 8 and 4 bits: bytes a step, loss reached, steps at 1 Gbit/s (root alone; half an hour on 2 cores)
 # make docs     build the site of docs/, with pages of the reference, in build/site; a warning is an error (1 minute)
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
