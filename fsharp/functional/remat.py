@@ -8,7 +8,7 @@ from typing import Any
 
 import optree
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, get_device_states
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
@@ -98,7 +98,7 @@ def _trial_run(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Seque
     """Return the tensors in the result of ``fn(*args, **kwargs)``, detached. Restore the states of random generators."""
     states = [g.get_state() for g in generators]
     call: Any = args, kwargs
-    gpus, _ = get_device_states(*optree.tree_leaves(call))
+    gpus = {x.get_device() for x in optree.tree_leaves(call) if isinstance(x, torch.Tensor) and x.is_cuda}
     with torch.no_grad(), torch.random.fork_rng(gpus):
         result = fn(*args, **kwargs)
     _set_generator_states(generators, states)

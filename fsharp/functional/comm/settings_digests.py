@@ -25,6 +25,8 @@ def _extend_digest(earlier_digest: str, text: str) -> str:
 
 
 def _keep_lines(digest: str, lines: tuple[str, ...]) -> str:
+    if not lines:
+        return digest
     _lines_by_digest.pop(digest, None)
     _lines_by_digest[digest] = lines
     if len(_lines_by_digest) > _MAX_KEPT_DIGESTS:
@@ -36,7 +38,7 @@ class SettingsHistory:
     """A digest of all settings that were added so far, for labels of collectives, and the newest settings as text.
 
     Settings have to be equal on all ranks. The digest does not depend on where steps begin: one rank alone may run steps
-    without collectives. At most 512 settings are kept as text.
+    without collectives. :attr:`text_to_compare` has at most the newest 512 settings.
     """
 
     def __init__(self) -> None:

@@ -57,14 +57,14 @@ class ParameterEntries:
         self._entries = list(entries.values())
         self._with_flat_weights = list(with_flat_weights.values())  # recurrent modules: they keep a list of their parameters
 
-    def check_not_replaced(self) -> None:
+    def check_not_replaced(self, where: str = "") -> None:
         """Raise a TreeError if the user has replaced or removed a parameter: a forward would ignore this."""
         for i, parameters, name in self._entries:
             if parameters.get(name) is not self._present[id(parameters), name]:
                 raise TreeError(
-                    f"parameter {self._paths[i]!r} was removed or replaced after shard_module(), which a forward would ignore. "
-                    "Write values in `with model.unsharded(write=True):`; replace, tie and parametrize before shard_module(); "
-                    "in place of torch.func.functional_call() take `fn, params = model.functional()`."
+                    f"{where}parameter {self._paths[i]!r} was removed or replaced after shard_module(), which a forward would "
+                    "ignore. Write values in `with model.unsharded(write=True):`; replace, tie and parametrize before "
+                    "shard_module(); in place of torch.func.functional_call() take `fn, params = model.functional()`."
                 )
 
     def iter_current_tensors(self, full: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -132,6 +132,7 @@ class ModuleStep:
         assert self.open_step is not None
         with self._abandoning_on_error():
             self._steps.close_step(self.open_step)
+            self.open_step.set_on_backward(lambda: None)  # a late backward may not begin that of a later step
         self.open_step = self.params = None
 
     def _begin_backward(self) -> None:

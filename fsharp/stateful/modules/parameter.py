@@ -40,7 +40,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
             )
         if in_backward():
             writes = (is_in_place(name) and name != "requires_grad_") or name == "__setitem__"
-            written: Any = (kwargs or {}).get("out"), args[:1] if writes else ()
+            written: Any = (kwargs or {}).get("out"), (args[:1] or [*(kwargs or {}).values()][:1]) if writes else ()
             for x in optree.tree_leaves(written):
                 if isinstance(x, ShardedParameter) and (owner := x.owner()) and owner.full_parameter_in_backward(x) is not None:
                     raise TreeError(

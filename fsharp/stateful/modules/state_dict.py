@@ -78,7 +78,7 @@ def load_state_dict_into_parts(session: ModuleSession, module: nn.Module, load: 
             except RuntimeError as error:  # torch lists all wrong names and shapes
                 raise TreeError(f"{where}: {error}") from error
             for entries in session.calls.entries.values():
-                entries.check_not_replaced()
+                entries.check_not_replaced(f"{where}: ")
             copies = {id(copy) for _, copy in buffers}
             rows = [(each._buffers, *row) for each in module.modules() for row in each._buffers.items()]
             assigned.extend([row for row in rows if id(row[2]) not in copies])

@@ -28,8 +28,7 @@ _FP8_META_NUMBERS = ("num_gemms", "fp8_max_fwd", "fp8_max_bwd")
 def check_te_gradients(module: nn.Module) -> None:
     """Raise an OptionError if fsharp cannot use the gradients of weights that a module of TransformerEngine makes.
 
-    Such a module has ``delay_wgrad_compute``; or ``fuse_wgrad_accumulation`` without a weight of its own, or with a weight made
-    of several parameters.
+    Such a module has ``delay_wgrad_compute``; or ``fuse_wgrad_accumulation`` and no weight that is one parameter of its own.
     """
     for path, each in module.named_modules():
         store = getattr(each, "wgrad_store", None)

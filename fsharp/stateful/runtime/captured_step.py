@@ -72,6 +72,8 @@ class CapturedStep:
     def __call__(self, batch: Any) -> Metrics:
         """Run one step on ``batch``, and return its metrics. The next call overwrites the returned tensors.
 
+        For tensors of ``batch`` in host memory the host waits until the last step is over. Tensors on the device need no wait.
+
         Raises:
             ScheduleError: the scheduler is closed; or the batch differs from the captured one, and the scheduler is closed now.
             AgreementError: another rank has failed.

@@ -33,8 +33,7 @@ class Scheduler(DelegatingComm):
     >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
     2
 
-    An error in a wrapped function closes the scheduler, and all other ranks raise an error too. Then make a new Scheduler of
-    the same Comm.
+    An error in a wrapped function closes the scheduler, and all other ranks raise an error too. Then make a new Scheduler.
 
     Args:
         comm: the ranks. Collectives run in threads over gloo, on streams over NCCL, and block over any other Comm.

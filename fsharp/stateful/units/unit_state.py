@@ -192,9 +192,9 @@ class UnitRegistry:
 
     def bind_or_make_unit(self, node: Sharded) -> UnitState:
         """Bind ``node`` to a unit of its path and layout that is free in this step, or to a new unit. Return the unit."""
-        name, bound, units = node.name or "(root)", self._by_memory.values(), self.units
+        name, units = node.name or "(root)", self.units
         keys = (f"{name}#{number}" if number else name for number in count())
-        key = next(k for k in keys if k not in units or (units[k] not in bound and units[k].layout == node.unit))
+        key = next(k for k in keys if k not in units or (units[k].node is None and units[k].layout == node.unit))
         if key not in self.units:
             self.units[key] = UnitState(key, node.unit, trivial=self.trivial)
         self.bind_node(self.units[key], node)

@@ -87,6 +87,24 @@ def test_a_backward_that_comes_after_all_is_refused_from_within_a_unit(comm):
         kept.pop().sum().backward()
 
 
+@on_ranks(DP)
+def test_a_late_backward_does_not_begin_that_of_the_next_step(comm):
+    (model, optimizer), (expected, other) = (wrap(comm, "zero3") for _ in range(2))
+    kept, (first, second) = [], modules.batches(comm, 2)
+    for module, mine in ((model, optimizer), (expected, other)):
+        handle = module.layers[1].up.register_forward_hook(lambda module, args, out: kept.append(out))
+        module(*first)["loss"].backward(retain_graph=True)
+        handle.remove()
+        mine.step()
+        mine.zero_grad()
+        loss = module(*second)["loss"]
+        if module is model:
+            with pytest.raises(ScheduleError, match="call the model again"):
+                kept[0].sum().backward()
+        descend(loss, mine)
+    assert_same(values(model), values(expected))
+
+
 @on_ranks(ONE)
 def test_gradients_are_not_given_up(comm):
     model, optimizer = wrap(comm, "zero3")

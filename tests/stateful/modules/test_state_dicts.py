@@ -466,6 +466,6 @@ def test_a_parameter_that_a_module_replaces_in_a_load_is_refused(comm):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     model = fs.shard_module(Resized(3), mesh=comm, strategy=fs.zero3("dp"))
-    with pytest.raises(TreeError, match=r"'table' was removed or replaced"):
+    with pytest.raises(TreeError, match=r"load_state_dict\(\): parameter 'table' was removed or replaced"):
         model.load_state_dict(Resized(3).state_dict())
     assert_same(values(model), {"table": torch.ones(3, 2)})

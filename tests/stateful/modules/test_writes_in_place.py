@@ -113,6 +113,7 @@ IN_BACKWARDS = {
     "of a list": lambda p: torch._foreach_mul_([p], 2.0),
     "an element": lambda p: p.__setitem__(0, 1.0),
     "out": lambda p: torch.mul(torch.ones(6), 2.0, out=p),
+    "an initializer": lambda p: torch.nn.init.uniform_(p),
     "one of several outs": lambda p: torch.frexp(torch.ones(6), out=(p, torch.ones(6, dtype=torch.int32))),
 }
 

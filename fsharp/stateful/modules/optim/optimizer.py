@@ -317,8 +317,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
         """Load the result of :meth:`full_state_dict` on ``rank`` into the optimizers of all ranks. Other ranks pass None.
 
-        Errors are those of :meth:`load_state_dict` and ``model.load_full_state_dict()``. For an ``(init, update)`` pair this
-        method raises a TreeError.
+        Errors: as of :meth:`load_state_dict` and ``model.load_full_state_dict()``; an ``(init, update)`` pair is a TreeError.
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and one whole tensor.
         """
