@@ -180,7 +180,11 @@ rank = json.loads(sys.stdin.read())["RANK"]
 time.sleep(6)
 (folder / f"result-{rank}").touch()
 """
-    Restarter(tmp_path, program, 2, 1).run()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        Restarter(tmp_path, program, 2, 1).run()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     assert 3 <= (tmp_path / "started").stat().st_size <= 5, "two ranks, and a spare process every two seconds"
 
 
