@@ -6,4 +6,4 @@ from fsharp.stateful.runtime.scheduler import ScheduledFunction as ScheduledFunc
 from fsharp.stateful.schedule.compile import compile_schedule as compile_schedule
 from fsharp.stateful.schedule.program import Event as Event, Program as Program, UnitFacts as UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule as Schedule
-from fsharp.stateful.verify.verify import verify as verify, verify_ranks as verify_ranks
+from fsharp.stateful.verify.verify import verify as verify

@@ -51,6 +51,7 @@ def draw(
 
     Raises:
         ScheduleError: ``hardware`` is given for a timeline, or ``measured`` for a schedule without ``hardware``.
+        ScheduleError: ``measured`` has other ops than the first timeline.
         OptionError: matplotlib is missing, or does not know the suffix of ``path``.
     """
     check_picture("draw()", path)
@@ -63,6 +64,9 @@ def draw(
     if measured and not has_times:
         facts = [("drawn", "ops in their order"), ("measured", f"a step of {seconds_text(measured.step_s)}")]
         raise ScheduleError(problem("draw()", "a schedule without hardware has no times to compare.", facts, "Pass hardware=."))
+    if measured and measured.schedule.ops != timeline.schedule.ops:
+        facts = [("drawn", f"{len(timeline.schedule.ops)} ops"), ("measured", f"{len(measured.schedule.ops)} ops")]
+        raise ScheduleError(problem("draw()", "measured is a step of another schedule.", facts, "Draw two pictures."))
     timelines = [timeline, measured] if measured else [timeline]
     names = ["predicted", "measured"] if measured else [""]
     lanes = [stream for stream in STREAMS if any(span.stream == stream for t in timelines for span in t.spans)]

@@ -2,6 +2,7 @@
 
 import io
 import os
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +11,15 @@ if TYPE_CHECKING:
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write ``data`` to a file. If writing fails, as on a full disk, raise the error; an earlier file at ``path`` stays."""
+    """Write ``data`` to a file. If writing fails, as on a full disk, raise the error; an earlier file at ``path`` stays.
+
+    If several processes write to one path, the file is that of the last one.
+    """
     given, target = Path(path), Path(os.path.realpath(path))
     if given.exists() and not given.is_file():  # a pipe or a device, such as /dev/stdout
         given.write_bytes(data)
         return
-    partial = target.with_name(f"{target.name}.partial")
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")  # a name for each writer
     try:
         partial.write_bytes(data)
         partial.replace(target)

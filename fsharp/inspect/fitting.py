@@ -108,15 +108,16 @@ def _host_seconds(
         spans = sorted((span for span in self_spans(rows) if span.stream == "compute"), key=lambda span: span.start_s)
         found.waits.extend((span.start_s, span.stop_s) for span in spans if span.kind == WAITING)
         issues = sorted({(row[5], first[row[0]]) for row in rows if schedule.ops[row[0]].spec.cost == "send"})
+        starts = [span.start_s for span in spans]
         taken = [(span, in_flight.seconds_at_full_speed(span, host_speed)) for span in spans]
         for gap in _gaps_between_spans(spans, *step):
             gap_s = in_flight.seconds_at_full_speed(gap, host_speed)
             issued = issues[bisect_left(issues, (gap[0], -1)) : bisect_right(issues, (gap[1], len(schedule.ops)))]
-            following = next((span for span in spans if span.start_s >= gap[1]), None)
+            following = bisect_left(starts, gap[1])
             if issued:
                 found.issuing.setdefault(tuple([op for _, op in issued]), []).append(gap_s)
-            elif following is not None:  # the host's time before an op counts as time of the op
-                taken.append((following, gap_s))
+            elif following < len(spans):  # the host's time before an op counts as time of the op
+                taken.append((spans[following], gap_s))
         seconds: dict[int, float] = {}
         for span, span_s in taken:
             if span.kind == schedule.ops[span.op].kind:  # else the host waited for the op

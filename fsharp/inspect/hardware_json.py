@@ -16,7 +16,7 @@ def fields_to_json(fields: Mapping[str, Any]) -> str:
     if callable(fields["compute_times"]):
         remedy = "Pass a dict of seconds by pattern, or a pair for all units."
         raise ScheduleError(problem("Hardware.to_json()", "compute_times is a function, and JSON holds none.", remedy=remedy))
-    return json.dumps({name: _value_to_json(value) for name, value in fields.items()}, indent=1)
+    return json.dumps({name: _value_to_json(value) for name, value in fields.items()}, indent=1, default=float)
 
 
 def _value_to_json(value: Any) -> Any:

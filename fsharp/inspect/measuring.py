@@ -81,7 +81,7 @@ def measure(
 
     check_on_all_ranks("measure()", comm, check_arguments, lambda given: given)
     if contention is None:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
+        ranks = check_on_all_ranks("measure()", comm, lambda: _num_ranks_here(comm.mesh.size))
         found_here = is_synchronous and len(os.sched_getaffinity(0)) < 2 * ranks
         contention = max(float(text) for text in all_gather_texts(str(float(found_here)), comm))
     known: dict[str, Any] = {"computes_on_host": is_synchronous, "contention": contention}
@@ -91,6 +91,14 @@ def measure(
     everyones = [Hardware.from_json(text) for text in all_gather_texts(mine.to_json(), comm)]
     found = {name: _median_by_key([getattr(each, name) for each in everyones]) for name in _MEASURED_FIELDS}
     return Hardware(compute_times=compute_times, update_s=update_s, **known, **found)
+
+
+def _num_ranks_here(num_ranks: int) -> int:
+    """Return ``LOCAL_WORLD_SIZE`` of the environment, the number of ranks of this host; ``num_ranks`` if it is missing."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(num_ranks))
+    if not text.isdecimal():
+        raise ScheduleError(f"measure(): the environment has LOCAL_WORLD_SIZE={text!r}, expected a number of processes.")
+    return int(text)
 
 
 def _trace_small_model(comm: Comm, steps: int) -> tuple[Trace, Schedule]:

@@ -320,7 +320,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
 
     Raises:
         LayoutError: the layout has no unit of this name.
-        OptionError: the unit has no parameters, or the mesh has more than 64 ranks.
+        OptionError: the layout has no units, the unit has no parameters, or the mesh has more than 64 ranks.
         OptionError: matplotlib is missing, or does not know the suffix of ``path``.
     """
     check_picture("draw_sharding()", path)
@@ -328,10 +328,12 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
     from matplotlib.patches import Patch
     from matplotlib.ticker import EngFormatter
 
-    chosen = max(layout.units, key=_padded_numel) if unit is None else layout[unit]
     size = layout.mesh.size
     if size > _MAX_RANKS:
         raise OptionError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer ranks.")
+    if not layout.units:
+        raise OptionError("draw_sharding(): the layout has no units.")
+    chosen = max(layout.units, key=_padded_numel) if unit is None else layout[unit]
     if not _padded_numel(chosen):
         raise OptionError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
     figure = Figure(figsize=(_WIDTH_IN, 1.7 + _ROW_IN * size), dpi=_DPI, layout="constrained")

@@ -72,10 +72,11 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
         *((phase, spec.kind, phase) for (_, phase), spec in OPS.items() if spec.cost == "compute"),
         *((kind, kind, None) for kind in kinds_with_collectives()),
     ]
+    by_unit = [_seconds_by_kind_unit_and_phase(timeline) for timeline in both]
     units = [
         (
             f"{name} x{len(alike)} {what}" if len(alike) > 1 else f"{alike[0]} {what}",
-            [sum(timeline.seconds(kind, unit=unit, phase=phase) for unit in alike) for timeline in both],
+            [sum(seconds[kind, unit, phase] for unit in alike) for seconds in by_unit],
         )
         for name, alike in units_by_repeated_name(predicted.schedule).items()
         for what, kind, phase in parts
@@ -88,6 +89,15 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
 
 def _comparison_row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
     return name, seconds_text(predicted), seconds_text(measured), f"{measured / predicted:.2f}" if predicted else ""
+
+
+def _seconds_by_kind_unit_and_phase(timeline: Timeline) -> Counter[tuple[str, str, Phase | None]]:
+    """Return the seconds of a unit's spans of one kind in each phase, and with the phase None in all phases."""
+    seconds: Counter[tuple[str, str, Phase | None]] = Counter()
+    for span in timeline.spans:
+        for phase in (span.phase, None):
+            seconds[span.kind, span.unit, phase] += span.seconds  # type: ignore[assignment]
+    return seconds
 
 
 def units_by_repeated_name(schedule: Schedule) -> dict[str, list[str]]:

@@ -94,7 +94,7 @@ def _schedule_in_notebook(schedule: Schedule) -> str:
 
 
 def _timeline_in_notebook(timeline: Timeline) -> str:
-    about = f"{seconds_text(timeline.step_s)} a step, {seconds_text(timeline.exposed_s)} of it wait for communication"
+    about = f"{seconds_text(timeline.step_s)} a step, {seconds_text(timeline.exposed_s)} of it waits"
     return _notebook_html(f"A timeline: {about}", timeline, has_times=True)
 
 

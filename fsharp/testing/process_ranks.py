@@ -93,7 +93,8 @@ class _Launcher:
         with self._lock:
             if self._server is None:
                 imports = f"{self._first}\nfrom fsharp.testing.process_ranks import _serve_requests"
-                program = f"import gc; gc.disable()\n{imports}\n_serve_requests()"
+                paths = list(map(str, sys.path))
+                program = f"import gc, sys; gc.disable(); sys.path[:] = {paths}\n{imports}\n_serve_requests()"
                 command = [sys.executable, "-c", program]
                 pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
                 self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)

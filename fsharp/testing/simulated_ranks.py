@@ -15,7 +15,7 @@ after all other ranks have ended.
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
@@ -69,8 +69,9 @@ def simulate(
             and pass it as an argument to functions: ``forward`` can then replay the random numbers.
         seed: seed of the order in which ranks take turns, at each collective and each :meth:`ThreadComm.pause`. With None each
             rank runs until it has to wait, and then the next rank runs.
-        timeout: seconds that a turn of a rank may take. If a turn takes longer, the waiting ranks raise CommError. A rank must
-            not wait for another rank by other means than ``comm``. A deadlock within ``comm`` is found at once.
+        timeout: seconds that may pass without a collective of any rank; :meth:`ThreadComm.pause` does not count. If more
+            seconds pass, the waiting ranks raise CommError. A rank must not wait for another rank by other means than
+            ``comm``. A deadlock within ``comm`` is found at once.
         outcomes: return the error of each rank that raised one, in place of its result, and a :class:`Killed` for a rank that
             died or stalled (:meth:`ThreadComm.simulate_death`). If False, the first error is raised.
 
@@ -276,7 +277,7 @@ class _World:
             self._refuse_ended_rank(rank)
             call = self._calls[rank] = _RankCall(group, facts, self._num_calls[rank], x)
             self._num_calls[rank] += 1
-            self._settle_calls()
+            self._settle_calls([rank])
             if self._turn == rank and (self._random is not None or call.outcome is None):
                 self._pass_turn()
             self._await_turn(rank)
@@ -339,7 +340,7 @@ class _World:
 
     def _mark_ended(self, rank: int, how: str) -> None:
         self._ended[rank] = how
-        self._settle_calls()
+        self._settle_calls(range(self.mesh.size))
         if self._turn == rank:
             self._pass_turn()
 
@@ -376,10 +377,14 @@ class _World:
             rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {ranks_text(late)}."
         )
 
-    def _settle_calls(self) -> None:
-        """Complete each call of a collective for which all ranks have come, and fail each call that cannot be completed."""
+    def _settle_calls(self, ranks: Iterable[int]) -> None:
+        """Complete each call of ``ranks`` for which all ranks have come, and fail each call that cannot be completed.
+
+        If every living rank waits, fail all calls.
+        """
         self._last_change = time.monotonic()
-        for rank, call in enumerate(self._calls):
+        for rank in ranks:
+            call = self._calls[rank]
             if call is not None and call.outcome is None:
                 self._settle_group(rank, call)
         living = [r for r, how in enumerate(self._ended) if how is None]

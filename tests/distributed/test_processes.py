@@ -21,7 +21,7 @@ import fsharp as fs
 from fsharp.errors import CommError, FsharpError, MeshError, OptionError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.testing import processes
-from fsharp.testing.process_ranks import _Launcher
+from fsharp.testing.process_ranks import _Launcher, _run_ranks
 from tests.forked_python import forked, run_forked
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import make_state, make_tx, my_batches
@@ -208,6 +208,16 @@ def test_a_process_has_the_environment_and_directory_of_the_call(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     found = processes(DP, lambda comm: (os.environ["FSHARP_TEST_WORD"], os.getcwd(), os.environ["RANK"]))
     assert found == [("second", str(tmp_path), str(rank)) for rank in range(3)]
+
+
+def test_the_process_that_starts_them_imports_from_the_search_path_of_the_caller(tmp_path, monkeypatch):
+    (tmp_path / "found_by_the_caller_alone.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    launcher = _Launcher("import found_by_the_caller_alone")
+    try:
+        assert _run_ranks(launcher, PAIR, lambda comm: comm.rank, 60.0) == [0, 1]
+    finally:
+        launcher.close()
 
 
 @forked

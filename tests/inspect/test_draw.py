@@ -5,6 +5,7 @@ import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from fsharp.inspect.drawing import (
     draw,
     timeline_in_order,
 )
+from fsharp.inspect.files import write_file
 from fsharp.inspect.hardware import predict
 from fsharp.inspect.tables import table
 from fsharp.inspect.trace_events import perfetto
@@ -160,6 +162,27 @@ def test_times_and_orders_do_not_mix(tmp_path):
         draw(BY_HAND, tmp_path / "step.png", measured=timeline)
     with pytest.raises(ScheduleError, match="hardware is for a schedule"):
         draw(timeline, tmp_path / "step.png", hardware=HARDWARE)
+
+
+def test_a_measured_step_of_another_schedule_is_refused(tmp_path):
+    other = compile_schedule(sequential([unit("x"), unit("y")]), SchedulePolicy())
+    with pytest.raises(ScheduleError, match=r"(?s)measured is a step of another schedule.*drawn +\d+ ops.*measured +\d+ ops"):
+        draw(SCHEDULE, tmp_path / "a.png", hardware=HARDWARE, measured=predict(other, HARDWARE))
+
+
+def test_two_writers_of_one_file_disturb_neither(tmp_path, monkeypatch):
+    """The second writes while the first has written its temporary file, and has not renamed it yet."""
+    path, replace_file = tmp_path / "a.png", Path.replace
+
+    def write_another_first(partial, target):
+        monkeypatch.setattr(Path, "replace", replace_file)
+        write_file(path, b"second")
+        return replace_file(partial, target)
+
+    monkeypatch.setattr(Path, "replace", write_another_first)
+    write_file(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_perfetto_has_every_op_and_the_memory(tmp_path):

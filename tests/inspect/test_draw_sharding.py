@@ -58,6 +58,7 @@ def test_the_legend_says_what_grey_and_pale_mean(tmp_path, monkeypatch):
         (planned(fs.zero3("dp"), fs.Mesh({"dp": 65})), None, "65 ranks, expected at most 64"),
         (planned(fs.zero3("dp"), fs.Mesh({"dp": 2})), "c", "no unit 'c'"),
         (fs.plan({"e": torch.empty(0)}, fs.Mesh({"dp": 2}), fs.ddp("dp")), None, "has no parameters"),
+        (fs.plan({}, fs.Mesh({"dp": 2}), fs.ddp("dp")), None, "the layout has no units"),
     ],
 )
 def test_refused(tmp_path, layout, unit, text):

@@ -2,6 +2,8 @@
 
 import math
 import random
+import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +12,7 @@ import pytest
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.inspect.hardware import Hardware, predict
+from fsharp.inspect.tables import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.timing.trace import Trace
@@ -302,3 +305,34 @@ def test_a_trace_of_another_schedule_is_refused():
     schedule = compile_schedule(sequential(UNITS), SchedulePolicy(bucket_nbytes=0))
     with pytest.raises(ScheduleError, match=r"(?s)Hardware\.fit\(\).*another schedule"):
         Hardware.fit(measure(schedule, MACHINE), BY_HAND)
+
+
+def num_opcodes(call):
+    counter = Counter()
+
+    def trace(frame, event, argument):
+        frame.f_trace_opcodes = True
+        counter.update([event])
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return counter["opcode"]
+
+
+def test_tables_and_fits_of_twice_as_many_units_take_twice_as_long():
+    def taken(num_units):
+        units = [sized(f"u{i}x", 64 * (1 + i % 3)) for i in range(num_units)]
+        schedule, trace = compile_schedule(sequential(units), SchedulePolicy(bucket_nbytes=0)), Trace()
+        timeline = predict(schedule, HARDWARE)
+        rows = [(*span[:5], span.start_s + 0.1 * i, span.stop_s + 0.1 * i) for i, span in enumerate(timeline.spans)]
+        add_step(trace, 0.0, timeline.step_s + 0.1 * len(rows), *rows)  # with gaps
+        compared = num_opcodes(lambda: compare(timeline, timeline))
+        return {"compare": compared, "fit": num_opcodes(lambda: Hardware.fit(trace, schedule))}
+
+    few, many = taken(40), taken(80)
+    assert all(many[name] < 2.3 * few[name] for name in few), (few, many)

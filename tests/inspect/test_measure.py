@@ -79,3 +79,12 @@ def test_speeds_that_one_rank_alone_cannot_find_are_an_error_on_all(monkeypatch)
             fs.inspect.measure(comm, compute_times=(0.5, 1.0), steps=1)
 
     simulate(fs.Mesh({"dp": 2}), run)
+
+
+def test_a_bad_number_of_ranks_of_this_host_is_an_error_on_all(monkeypatch):
+    def run(comm):
+        fs.inspect.measure(comm, compute_times=(0.5, 1.0), steps=1)
+
+    monkeypatch.setattr(measuring.os, "environ", {"LOCAL_WORLD_SIZE": "two"})
+    found = simulate(fs.Mesh({"dp": 2}), run, outcomes=True)
+    assert all("LOCAL_WORLD_SIZE='two', expected a number of processes" in str(error) for error in found)

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,5 +89,7 @@ def test_text_that_is_no_hardware_is_refused():
     ):
         with pytest.raises(ScheduleError, match=what):
             fs.inspect.Hardware.from_json(wrong)
+    measured = fs.inspect.Hardware(compute_times=(1.0, 2.0), bandwidth=np.float32(0.5))
+    assert fs.inspect.Hardware.from_json(measured.to_json()).bandwidth == 0.5
     with pytest.raises(ScheduleError, match="compute_times is a function, and JSON holds none"):
         fs.inspect.Hardware(compute_times=lambda name: (1.0, 2.0), bandwidth=1e9).to_json()

@@ -314,11 +314,6 @@ def test_numbers_out_of_range(change, match):
         replace(HARDWARE, **change)
 
 
-def test_an_op_that_waits_for_none():
-    with pytest.raises(ScheduleError, match=r"op 16, update .*waits for \(99,\), and there are 17 ops"):
-        predict(BY_HAND.replace_ops((*BY_HAND.ops[:-1], replace(BY_HAND.ops[-1], after=(99,)))), HARDWARE)
-
-
 positive = st.integers(1, 400)
 
 

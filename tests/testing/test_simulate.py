@@ -8,7 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, MeshError
-from fsharp.testing import processes, simulate
+from fsharp.testing import processes, simulate, simulated_ranks
 
 DP2, DP3, GRID = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 3})
 FOR_EVER_S = 3600.0  # longer than a test may take: what waits for it fails
@@ -165,6 +165,27 @@ def test_an_exception_stops_the_others_and_is_raised_as_it_is(failing):
         simulate(DP3, rank_fn)
     assert went_on == []
     assert caught.value.__notes__ == [f"raised by rank {failing} of Mesh(dp=3) in simulate()"]
+
+
+def test_a_collective_of_many_ranks_looks_at_each_call_a_few_times(monkeypatch):
+    looked, settle = [], simulated_ranks._World._settle_group
+    monkeypatch.setattr(simulated_ranks._World, "_settle_group", lambda *args: looked.append(args) or settle(*args))
+    simulate(fs.Mesh({"dp": 32}), lambda comm: comm.all_reduce(torch.ones(()), "dp"))
+    assert len(looked) <= 2 * 32
+
+
+@pytest.mark.parametrize("run", [simulate, processes])
+def test_a_sum_in_another_dtype_on_one_rank_alone_is_an_error_on_all(run):
+    def rank_fn(comm):
+        dtype = torch.bfloat16 if comm.rank else torch.float32
+        try:
+            fs.collectives.reduce_scatter_last(torch.ones(4), comm, "dp", dtype=dtype)
+        except (CommError, AgreementError) as error:
+            return str(error)
+        return "nothing"
+
+    for found in run(DP2, rank_fn):
+        assert re.search(r"in torch\.bfloat16", found), found
 
 
 def test_an_unknown_axis_is_refused():

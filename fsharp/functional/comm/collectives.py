@@ -133,6 +133,8 @@ def reduce_scatter_last(
     if _needs_no_collective(x, comm, axis):
         return x.to(dtype or x.dtype)
     n, sent = comm.mesh.axis_size(axis), x.dtype
+    if dtype not in (None, sent):
+        label = f"{label} in {dtype}".strip()  # ranks whose sums have other dtypes call different collectives
 
     def transpose(y: torch.Tensor) -> torch.Tensor:
         return all_gather_last(y.to(sent), comm, axis, label=label)

@@ -167,6 +167,10 @@ class FunctionRecord:
         self.profiler = OpProfiler(device, total_collective_wait_s)
         return self.profiler.trace
 
+    def stop_trace(self) -> None:
+        """Measure no more calls."""
+        self.profiler = None
+
     def record_next_called(self, following: "FunctionRecord") -> None:
         """Record which function was called next. If another function is next, a step gathers nothing for the next step."""
         self.next_called = weakref.ref(following)

@@ -129,8 +129,15 @@ class ScheduleHandle:
         restart_replay.record_and_call(lambda: self.record.programs.pin_schedule(schedule))
 
     def start_trace(self) -> Trace:
-        """Begin to measure steps that follow a schedule, and return the trace of them. An earlier trace gets no more steps."""
+        """Begin to measure steps that follow a schedule, and return the trace of them. An earlier trace gets no more steps.
+
+        The trace grows with each step, until :meth:`stop_trace`. On a GPU each of these steps waits for the device at its end.
+        """
         return self.record.start_trace(self.scheduler.device, self.scheduler.engine.steps.executor.total_collective_wait_s)
+
+    def stop_trace(self) -> None:
+        """Stop to measure steps. The trace that :meth:`start_trace` has returned stays as it is."""
+        self.record.stop_trace()
 
 
 class ScheduledFunction(ScheduleHandle):

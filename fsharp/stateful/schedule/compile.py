@@ -42,7 +42,7 @@ def compile_schedule(program: Program, policy: SchedulePolicy = SchedulePolicy()
         if tried.bucket_nbytes != 0 or tried.together:
             tried = replace(tried, bucket_nbytes=0, together=())
         elif tried.prefetch:
-            tried = replace(tried, prefetch=tried.prefetch - 1)
+            tried = replace(tried, prefetch=min(tried.prefetch, len(program.units)) - 1)  # more units cannot be ahead
         elif max_final_reductions > 1:
             max_final_reductions = 1
         else:

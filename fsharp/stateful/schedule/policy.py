@@ -29,7 +29,7 @@ class SchedulePolicy:
             different dtypes share no collective. Buckets are packed in memory beside the arena. Over gloo buffers of 128 KiB
             and more travel unpacked, as separate messages.
         together: tuples of names of units. Units of one tuple that follow each other share one collective, whatever its size,
-            and no other unit joins it. ``shard_module`` adds the groups of its argument ``units``.
+            and no other unit joins it. A name of no unit has no effect. ``shard_module`` adds the groups of its ``units``.
         keep_gradients: give each unit's gradient at rest its own memory, from the unit's first backward in a step to the
             beginning of the next step. This lowers the peak if activations take more memory than gradients: a backward frees
             activations while it allocates gradients. If False, gradients rest in the arena, in memory that other units

@@ -154,7 +154,7 @@ class Program:
     def _check_nesting(self) -> None:
         facts, names = self.facts, {unit.name for unit in self.units}
         open_: list[tuple[str, str, int]] = []
-        began: set[int] = set()
+        began: dict[int, str] = {}  # the unit of each use
         for i, event in enumerate(self.events):
             where = f"Program(): event {i}, {event}"
             if event.kind not in EVENTS_WITHOUT_UNIT and event.unit not in names:
@@ -168,9 +168,9 @@ class Program:
             if event.kind in ("forward", "backward"):
                 if event.kind == "forward" and event.use_index in began:
                     raise ScheduleError(f"{where}: use {event.use_index} has begun before.")
-                if event.kind == "backward" and event.use_index not in began:
-                    raise ScheduleError(f"{where}: use {event.use_index} has had no forward.")
-                began.add(event.use_index)
+                if event.kind == "backward" and began.get(event.use_index) != event.unit:
+                    raise ScheduleError(f"{where}: use {event.use_index} of this unit has had no forward.")
+                began[event.use_index] = event.unit
                 open_.append((event.kind, event.unit, event.use_index))
             elif event.kind in ("forward_end", "backward_end"):
                 want = (event.kind.removesuffix("_end"), event.unit, event.use_index)

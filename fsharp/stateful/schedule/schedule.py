@@ -110,7 +110,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if why := describe_wrong_field(self):
             raise ScheduleError(f"Schedule(): {why}.")
-        known = kinds_where()
+        known, num_events, units = kinds_where(), len(self.program.events), {"", *(unit.name for unit in self.program.units)}
         for i, op in enumerate(self.ops):
             for row in (op, op.memory, op.opens):
                 if row is not None and (why := describe_wrong_field(row)):
@@ -118,6 +118,12 @@ class Schedule:
             if op.kind not in known:
                 what = f"kind is {op.kind!r}, expected {' or '.join(map(repr, known))}"
                 raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare_op()` first.")
+            if op.unit not in units:
+                raise ScheduleError(f"Schedule(): op {i}, {op}: the program has no such unit; it has {sorted(units)[1:]}.")
+            if not 0 <= op.event_index < num_events:
+                raise ScheduleError(f"Schedule(): op {i}, {op}: is issued at event {op.event_index} of {num_events}.")
+            if wrong := [j for j in op.after if not 0 <= j < len(self.ops)]:
+                raise ScheduleError(f"Schedule(): op {i}, {op}: runs after op {wrong[0]}, and there are {len(self.ops)} ops.")
 
     def collective_counts(self) -> Counter[Call]:
         """Return how often one rank issues each collective in a step. Collectives in the user's own code do not count."""

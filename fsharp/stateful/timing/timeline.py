@@ -59,7 +59,7 @@ class Timeline:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds in which the compute stream waits for communication."""
+        """Seconds in which the compute stream waits, for collectives or for copies of host memory."""
         return sum((span.seconds for span in self.spans if span.kind == WAITING), 0.0)
 
     @property

@@ -199,6 +199,12 @@ def test_a_step_that_leaves_its_schedule_is_not_in_the_trace(comm):
     before, *after = (len(rows) for _, rows in trace.ended_steps())
     assert len(after) == len(departures) - 1
     assert {*after} <= {before, before - 1}  # the gather that the step before begins is not measured
+    step.stop_trace()
+    rows, num_steps = len(trace.rows), len(trace.steps)
+    for batch in my_batches(comm, 3):
+        state, *_ = step(state, {**batch, **plain})
+    assert step.last_call_status().kind == "planned"
+    assert (len(trace.rows), len(trace.steps)) == (rows, num_steps)
 
 
 def times(weight, x):

@@ -3,17 +3,18 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given
 
 from fsharp.errors import ScheduleError
+from fsharp.stateful.schedule import compile
 from fsharp.stateful.schedule.addresses import ByteRanges
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import SchedulePolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.verify.check import HappensBefore
-from fsharp.stateful.verify.verify import verify, verify_ranks
-from tests.edited_schedules import chain, choose, drop, edit, move, of, opening, schedules, twice
+from fsharp.stateful.verify.verify import verify
+from tests.edited_schedules import chain, drop, edit, move, of, opening, twice
 from tests.random_programs import FINAL_REDUCE, GATHER, REDUCE, UPDATE_GATHER, policies, programs
 
 
@@ -238,45 +239,42 @@ def test_a_fault_in_the_map_with_which_the_compiler_orders_ops_is_found(monkeypa
         verify(compile_schedule(program, SchedulePolicy()))
 
 
-@settings(max_examples=settings().max_examples // 2)
-@given(schedules({}, {}), st.data())
-def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
-    """A gather with a reduction as well, whatever streams they are on: a transport has one sequence."""
-    verify_ranks([schedule, schedule, schedule])
-    sends = [i for i, op in enumerate(schedule.ops) if op.unit and op.spec.collectives(schedule.program.facts[op.unit])]
-    i, j = choose(data, sends), choose(data, sends)
-    one, other = schedule.ops[i], schedule.ops[j]
-    assume((one.kind, one.unit, one.phase) != (other.kind, other.unit, other.phase))
-    assume(one.bucket == other.bucket == -1)
-    ops = list(schedule.ops)
-    ops[i], ops[j] = other, one
-    with pytest.raises(ScheduleError, match=r"collective \d+ differs between ranks 0 and 1\.\n  rank 0 .*"):
-        verify_ranks([schedule, schedule.replace_ops(ops)])
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"unit": "c"}, r"Schedule\(\): op 3, compute c .*: the program has no such unit; it has \['a', 'b'\]"),
+        ({"event_index": 11}, r"Schedule\(\): op 3, compute b .*: is issued at event 11 of 11"),
+        ({"after": (2, 21)}, r"Schedule\(\): op 3, compute b .*: runs after op 21, and there are 21 ops"),
+    ],
+)
+def test_an_op_outside_of_the_program_is_refused_when_a_schedule_is_made(by_hand, change, match):
+    with pytest.raises(ScheduleError, match=match):
+        edit(by_hand, 3, **change)
 
 
-@pytest.mark.parametrize("fields", [{}, {"separate_groups": False}])
-def test_gathers_and_reductions_are_one_sequence(by_hand, fields):
-    schedule = replace(by_hand, policy=SchedulePolicy(**fields))
-    with pytest.raises(ScheduleError) as caught:
-        verify_ranks([schedule, schedule, move(schedule, 12, 5)])
-    assert str(caught.value).splitlines() == [
-        "verify_ranks(): collective 0 differs between ranks 0 and 2.",
-        "  rank 0  gather a backward (all_gather dp 64); reduce a backward (reduce_scatter dp 64); "
-        "reduce b finish (all_reduce outer 32)",
-        "  rank 2  reduce a backward (reduce_scatter dp 64); gather a backward (all_gather dp 64); "
-        "reduce b finish (all_reduce outer 32)",
-        "Every rank has to enter the same units in the same order, and to compile with the same policy.",
-    ]
+def test_a_backward_of_another_unit_than_its_forward_is_refused():
+    a, b = UnitFacts("a"), UnitFacts("b")
+    events = [Event("forward", "a", 0), Event("forward_end", "a", 0), Event("backward", "b", 0), Event("backward_end", "b", 0)]
+    with pytest.raises(ScheduleError, match=r"event 2, backward b: use 0 of this unit has had no forward"):
+        Program((a, b), tuple(events))
 
 
-def test_ranks_differ_in_number_and_in_buckets():
-    schedule = compile_schedule(chain(4), SchedulePolicy(bucket_nbytes=128))
-    alone = schedule.replace_ops([replace(op, bucket=-1) for op in schedule.ops])
-    with pytest.raises(ScheduleError, match=r"collective 0 differs(?s:.*)rank 0 +gather u2 .*\) \+ gather u3 "):
-        verify_ranks([schedule, alone])
-    last = max(i for i, op in enumerate(schedule.ops) if op.kind == "gather")
-    with pytest.raises(ScheduleError, match=r"collective \d+ differs(?s:.*)gather u0 .* \+ gather u1 .*\n  rank 1 "):
-        verify_ranks([schedule, drop(schedule, last)])
+def test_a_budget_lowers_a_prefetch_of_more_units_than_there_are_at_once(monkeypatch):
+    tried, emitted = [], compile.emit_ops
+
+    def emit_ops(program, policy, *args, **options):
+        tried.append(policy.prefetch)
+        return emitted(program, policy, *args, **options)
+
+    monkeypatch.setattr(compile, "emit_ops", emit_ops)
+    room = compile_schedule(chain(6), SchedulePolicy(prefetch=5, bucket_nbytes=0)).arena
+    few, many = (
+        compile_schedule(chain(6), SchedulePolicy(prefetch=prefetch, bucket_nbytes=0, memory_budget=room - 1))
+        for prefetch in (6, 400)
+    )
+    assert few.ops == many.ops
+    assert few.policy == many.policy
+    assert set(tried) <= {0, 1, 2, 3, 4, 5, 6, 400}
 
 
 def test_buckets_are_over_as_one():
