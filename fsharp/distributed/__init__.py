@@ -1,1 +1,1 @@
-"""Ranks as processes: process groups, the store of a job, watches that notice what other ranks do, and worker threads."""
+"""Ranks as processes: process groups, the job's store, detection of ranks that fail or differ, and worker threads."""

@@ -1,8 +1,8 @@
 """Generations of a job whose launcher restarts single ranks.
 
-A *generation* of a job lasts until a rank ends early. The launcher then restarts that rank, and announces the next generation,
-in which all ranks join the job again. Ranks and launcher talk through keys of a store that the launcher hosts, so that the
-store outlives every rank:
+A *generation* of a job lasts until the process of a rank ends before its function has returned, as after a crash. The launcher
+then restarts that rank, and announces the next generation, in which all ranks join the job again. Ranks and launcher talk
+through keys of a store that the launcher hosts, so that the store outlives every rank:
 
 ====================  =======================================================================================
 key                   value
@@ -40,7 +40,7 @@ class KeyStore(Protocol):
         """Return the value of a key. If there is none yet, wait; RuntimeError after the store's timeout."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys have values."""
+        """Return at once whether all keys have values."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set a key to ``desired`` if its value is ``expected`` (empty: no value yet). Return the key's value afterwards."""
@@ -107,7 +107,7 @@ class RankMembership:
         """Announce that this rank is ready to join, and wait for all ranks to be ready.
 
         Raises CommError if this generation ends meanwhile. Raises CommError, and ends all restarts, if ranks are missing after
-        ``limit_s`` seconds. Before that the launcher kills each process that is still in an earlier generation.
+        ``limit_s`` seconds. Before ``limit_s`` is over, the launcher kills each process that is still in an earlier generation.
         """
         self._store.set(f"here/{self.number}/{self._rank}", str(limit_s))
         deadline = time.monotonic() + limit_s
@@ -130,9 +130,10 @@ class RankMembership:
         ``kind`` is ``"own"`` if this rank raised ``error`` itself, and ``"heard"`` if the failure of another rank ended its
         collective. ``limit_s``: seconds that other ranks have to stop as well, before the launcher kills them.
 
-        With ``"heard"`` set ``number``, and return the announcement. With ``"own"`` raise ``error``, so that this process ends
-        and a new process takes the rank's place. If all ranks have stopped with the same ``kind``, a restart would not help:
-        then raise ``error`` too. Raise a CommError if ranks are no longer restarted.
+        If ``kind`` is ``"heard"``, ``number`` becomes that of the new generation, and the announcement is returned. If it is
+        ``"own"``, ``error`` is raised, so that this process ends and a new process takes the rank's place. ``error`` is also
+        raised if all ranks have stopped with the same ``kind``: no single rank is to blame, and a restart would not help. A
+        CommError is raised if ranks are no longer restarted.
         """
         self._store.set(f"stopped/{self.number}/{self._rank}", json.dumps([kind, limit_s]))
         while True:

@@ -46,10 +46,11 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
             ``init_process_group``. None means torch's default, 30 minutes over gloo.
 
     Raises:
-        MeshError: the mesh has another number of processes, or the existing process group has another ``timeout``.
+        MeshError: the mesh has another number of processes; or ``timeout`` is given, and the existing process group has
+            another.
         OptionError: ``device_type`` is ``"cuda"``, and there is no GPU.
-        CommError: a process has ended or is late, this process was forked from a rank, or an earlier error needs
-            :func:`destroy`.
+        CommError: a process has ended or is late, or this process was forked from a rank. Also after an earlier error, until
+            :func:`destroy` is called.
         AgreementError: processes pass different meshes. All ranks raise, before any group is made.
 
     Cost: one small collective, and one process group for each axis.
@@ -84,11 +85,12 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
 def destroy() -> None:
     """Leave the job and destroy its process groups, after checkpoint saves in the background are done.
 
-    Without a job the call only waits for these saves. Ranks that wait for this rank, now or later, raise a :class:`CommError`.
-    The error names the last collective of this rank, with a traceback if this rank leaves because of an error. An exit of this
-    process has the same effect on other ranks.
+    Without a job the call only waits for these saves. Another rank that waits for this rank, now or later, raises a
+    :class:`CommError`. The error names the last collective of this rank, with a traceback if this rank leaves because of an
+    error. An exit of this process has the same effect on other ranks.
 
-    Cost: unless an error is being handled, this rank waits for its collectives under way, as other ranks need their messages.
+    Cost: unless an error is being handled, this rank first waits for the end of its own collectives, whose messages other ranks
+        need.
     Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. Rank 0 waits for at most 30
     seconds, or 2 seconds after an error, and never longer than the job's time limit.
     """

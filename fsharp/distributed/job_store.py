@@ -1,7 +1,7 @@
 """Join a torch.distributed job, make process groups over its store, and query the store, whose host may not answer.
 
-torch limits the wait for a key, but not the wait for an answer of the store. So a separate thread sends queries, and every wait
-for this thread has a limit.
+torch limits how long a query waits for a missing key, but not how long it waits for a store that does not answer. So a separate
+thread sends queries, and callers wait for this thread with a limit.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ _GIVE_UP_CHECK_INTERVAL_S = 0.5
 def run_within(limit_s: float, job: Callable[[], T], *, why_give_up: Callable[[], str | None] = lambda: None) -> T:
     """Call ``job``, a function that queries the store, in a new thread. Return its result, or raise its error.
 
-    ``job`` should end its own waits after ``limit_s`` seconds. Raises TimeoutError after two seconds more, in which the store
-    may answer. ``why_give_up()`` is called every half second. If it returns a text, a CommError with this text is raised. After
-    a TimeoutError or a CommError the thread runs on until ``job`` ends.
+    ``job`` should end its own waits after ``limit_s`` seconds. Raises TimeoutError after ``limit_s + 2`` seconds: in the last
+    two seconds the store may still answer. ``why_give_up()`` is called every half second. If it returns a text, a CommError
+    with this text is raised. After a TimeoutError or a CommError the thread runs on until ``job`` ends.
     """
     worker, done, deadline = Worker("job"), Outcome(), time.monotonic() + limit_s + _STORE_TIMEOUT_S
     worker.submit(job, done)
@@ -55,8 +55,8 @@ class _StoreThread:
     """A thread that sends queries to the job's store. While a query has no answer, no further query is sent.
 
     Args:
-        is_of_parent: whether the connection to the store belongs to the process from which this process was forked. Then no
-            query is sent, as the other process would read the answers.
+        is_of_parent: whether a parent process, from which this process was forked, owns the connection to the store. If so, no
+            query is sent, as the parent would read the answers.
     """
 
     def __init__(self, *, is_of_parent: bool = False) -> None:
@@ -85,10 +85,11 @@ class _StoreThread:
 def join_job_of_environment(backend: str, timeout: timedelta | None, is_abandoned: threading.Event) -> None:
     """Join the job that the environment variables describe, under keys in the job's store that no earlier attempt has used.
 
-    All attempts of torchrun share a store, and gloo would find the addresses of ended processes there. ``timeout`` is the
-    argument of ``init_process_group``. Raises CommError if other processes have not joined within this time. Call this function
-    through :func:`run_within`, as torch's own limit begins anew whenever torch tries to reach the store. If ``is_abandoned`` is
-    set meanwhile, the call raises an error before it joins: this process may try again, and both attempts would use one store.
+    After a failure torchrun makes another attempt with the same store. Under the same keys gloo would find the addresses of the
+    ended processes. ``timeout`` is the argument of ``init_process_group``. Raises CommError if other processes have not joined
+    within this time. Call this function through :func:`run_within`, as torch's own limit begins anew whenever torch tries to
+    reach the store. If ``is_abandoned`` is set meanwhile, the call raises a CommError before it joins: otherwise this process
+    might try again, and two attempts would use the store at the same time.
     """
     limit = timeout or dist.default_pg_timeout
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
@@ -293,7 +294,10 @@ def new_group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, 
 
 
 def reset_for_next_generation() -> None:
-    """Prepare to join the next generation: make a new thread for queries, as the old thread may hang, and count groups anew."""
+    """Prepare to join the next generation: make a new thread for queries, and number process groups from 0.
+
+    The old thread may hang.
+    """
     global _store_thread
     _store_thread = _StoreThread()
     _num_groups_made.clear()

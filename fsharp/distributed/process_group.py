@@ -59,13 +59,13 @@ class ProcessGroupComm:
     not depend on how a buffer is cut. Ranks send as many bytes as in a ring, and are faster than with gloo's own reductions.
 
     Args:
-        device_mesh: a mesh with dim names, of all or some ranks of the job, such as ``world_mesh["dp"]``. Rank numbers, in
-            errors as well, are numbers in this mesh.
+        device_mesh: a mesh with dim names, of all or some ranks of the job, such as ``world_mesh["dp"]``. Ranks are numbered by
+            their positions in this mesh, also in errors.
         rank_order: whether sums are added in order of rank. False leaves sums to the backend, in an unspecified order: NCCL is
             then faster, and can use SHARP. None means False for NCCL and True for other backends.
 
     Attributes:
-        ranks: numbers of the ranks in the job, by rank in the mesh.
+        ranks: for each rank of the mesh, in order, its number in the job.
         tree_label_counters: counters of tree names that all Comms of these ranks share.
 
     Raises:
@@ -209,10 +209,10 @@ class ProcessGroupComm:
 
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum of row ``c`` of all ranks' ``x``, ``[n, *s]``, in ``dtype``; ``c`` is this rank's coordinate.
+        """Return the sum over ranks of ``x[c]``, of shape ``s``, in ``dtype``. ``c`` is this rank's coordinate.
 
-        ``n``: number of ranks along ``axis``. Sums in order of rank are added in ``dtype``. The backend adds in the dtype of
-        ``x``, and the sum is then converted.
+        ``x`` has the shape ``[n, *s]`` for ``n`` ranks along ``axis``. With ``rank_order`` summands are added in ``dtype``.
+        Without it the backend adds in the dtype of ``x``, and the sum is then converted.
         """
         try:
             dtype = dtype or x.dtype
@@ -258,8 +258,9 @@ class ProcessGroupComm:
     ) -> torch.Tensor:
         """Send ``send[r]`` elements of ``x`` to each rank ``r``, in order. Return ``receive[r]`` elements from each rank.
 
-        ``axis``: None for all ranks of the mesh. AgreementError on all ranks if a rank expects what no rank sends. For this
-        check ranks compare sizes over gloo, in two exchanges of 17 bytes for each rank, unless sizes are :class:`EqualParts`.
+        ``axis``: None for all ranks of the mesh. AgreementError on all ranks if a number in ``receive`` is not the number that
+        the other rank sends. For this check ranks compare sizes over gloo, in two exchanges of 17 bytes for each rank. They do
+        not if ``send`` and ``receive`` are :class:`EqualParts`.
         """
         try:
             check_parts(x, send, receive, self.mesh.size if axis is None else self.mesh.axis_size(axis))
@@ -327,8 +328,9 @@ class ProcessGroupComm:
         """Exchange tensors with the ranks along ``axis``; with all ranks of the mesh if ``axis`` is None.
 
         ``send[r]`` goes to the rank with coordinate ``r`` on the axis, or to rank ``r`` of the mesh. ``receive[r]`` is filled
-        from the same rank, and this rank's own tensor is copied. ``text`` is the label of the collective. gloo's all_gather
-        copies through internal buffers. For 16 MB this exchange took 0.75 (2 ranks) and 0.6 (4 ranks) of the time of gloo's.
+        from the same rank, and this rank's own tensor is copied. ``text`` is the label of the collective. This exchange is used
+        in place of gloo's all_gather, which copies through internal buffers. For 16 MB it took 0.75 (2 ranks) and 0.6 (4 ranks)
+        of the time of all_gather.
         """
         if restart_replay.would_record:
             self._send_and_receive_and_record(send, receive, axis, text)
@@ -349,7 +351,7 @@ GroupKind = Literal["gather", "reduce"]
 
 
 class TransportGroups:
-    """The process groups of a transport: the groups of its Comm, or separate groups for gathers and for reductions."""
+    """The process groups in which a scheduler sends: those of its Comm, or separate groups for gathers and for reductions."""
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
         self.comm, self.separate = comm, separate
@@ -417,8 +419,8 @@ class P2PChannel(NamedTuple):
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
         """Block until the messages in ``posted`` are sent and received, without a time limit.
 
-        A time limit would close connections that other Comms use. After an error of the collective this method may block
-        forever. :meth:`CollectiveOutcome.wait` raises the error.
+        A time limit would close connections that other Comms use. So worker threads call this method, and after an error of the
+        collective their thread may block forever. :meth:`CollectiveOutcome.wait` raises the error in the waiting thread.
         """
         for rank, work in posted:
             self.call.set_awaited_rank(self.ranks[rank])
@@ -426,7 +428,10 @@ class P2PChannel(NamedTuple):
 
 
 def with_own_numbering(comm: Comm) -> Comm:
-    """Return a Comm of the same ranks. If ``comm`` has process groups, the result counts its own collectives, from 0."""
+    """Return a Comm of the same ranks that counts its own collectives, from 0.
+
+    A Comm without process groups is returned itself.
+    """
     if isinstance(comm, CountingComm):
         return replace(comm, inner=with_own_numbering(comm.inner))  # shares the counter
     return comm.with_own_numbering() if isinstance(comm, ProcessGroupComm) else comm
@@ -441,7 +446,10 @@ def make_comm_for_all_generations(make_mesh: Callable[[], DeviceMesh]) -> Proces
 
 
 def exchange_rounds(mine: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(receiver, sender)`` for each round of an exchange of ``n`` ranks: rank ``mine`` sends to ``receiver``."""
+    """Yield ``(receiver, sender)`` for each of ``n - 1`` rounds in which ``n`` ranks exchange messages.
+
+    Rank ``mine`` sends to ``receiver``, and receives from ``sender``.
+    """
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
 
@@ -450,8 +458,8 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
     """End all collectives under way in some process groups with an error.
 
     Over gloo this function receives from each other rank in turn, with a limit of 1 ms. A receive that ends at its limit closes
-    all connections of the group. A receive from a rank that has left closes none, so one rank is not enough.
-    Over NCCL all communicators are aborted together, as an abort may wait for kernels of another communicator.
+    all connections of the group. A receive from a rank that has left the job closes nothing, so each rank is tried. Over NCCL
+    all communicators are aborted together, as an abort may wait for kernels of another communicator.
     """
     if is_nccl and groups:
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
@@ -467,7 +475,10 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, is_nccl: bool) -> None:
 
 
 def _label_text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
-    """Return ``label`` with operation and sizes. Ranks compare this text first: a wrong size would end a process in gloo."""
+    """Return ``label`` with operation and sizes.
+
+    Ranks compare this text before they send. A wrong size would crash a process in gloo.
+    """
     return f"{label or _DEFAULT_LABEL}: {op} along {axis!r} of {tensor_text(x)}"
 
 

@@ -70,8 +70,8 @@ class WatchedCall:
         number: position of the collective among those of the watch, from 0; equal on all ranks.
         tag: tag of the collective's messages, 31 bits.
         peer: the rank whose message this rank waits for; None if this rank waits for no message.
-        blocked: statuses of ranks that may be in a deadlock with this rank: they wait for this rank in a collective of another
-            Comm, and this rank waits for them in this collective. Keys: rank, and name of the watch of the other Comm.
+        blocked: statuses of ranks that may be in a deadlock with this rank. Such a rank waits for this rank in a collective of
+            another Comm, while this rank waits for it here. Keys: pairs of its rank and the name of the other Comm's watch.
     """
 
     __slots__ = ("_since", "_warned", "_watch", "blocked", "label", "number", "peer", "tag")
@@ -91,7 +91,7 @@ class WatchedCall:
     def check_failure_or_timeout(self) -> None:
         """Raise the error of :meth:`CommWatch.raise_or_describe_late_ranks`, or a CommError after the time limit.
 
-        After half of the limit, but at most ten seconds, log a warning once.
+        After half of the limit, and after ten seconds at the latest, log a warning once.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
@@ -211,7 +211,8 @@ class StatusExchange:
     def watch_names_of_other_threads(self, waiting: "CommWatch") -> list[str]:
         """Return the names of the watches whose collectives other threads of this rank will call, while this thread waits.
 
-        ``waiting``: the watch in which this thread waits. If this thread runs a job, only other threads with jobs count.
+        ``waiting``: the watch in which this thread waits. If this thread runs a background job, such as a save, only other
+        threads with such jobs count.
         """
         here, watches = threading.current_thread(), list(self.watches.items())
         return [
@@ -276,9 +277,10 @@ class CommWatch:
         is_over: set when this rank leaves the job.
         last_outcomes: dict from the name of a worker to a weak reference to the outcome of the worker's last collective. A
             worker runs collectives in order, and keeps their outcomes alive.
-        has_job: whether a separate thread runs a job, such as a save, with this Comm. The thread will call the job's
+        has_job: whether a separate thread runs a background job, such as a save, with this Comm. The thread will call the job's
             collectives even while the rank's main thread waits for other ranks.
-        thread: the thread that has begun the last collective; None after a job, and for a thread of autograd.
+        thread: the thread that has begun the last collective; None after the end of a background job, and if a thread of
+            autograd has begun the collective.
     """
 
     def __init__(self, name: str, statuses: StatusExchange, board: StatusBoard, limit_s: float) -> None:
@@ -355,7 +357,7 @@ class CommWatch:
         Such a text is ``"rank 2 did not come to it"``, or ``"all ranks have come to it"``.
 
         Raises an AgreementError if another rank has failed, or takes part in another collective. Raises a CommError if a rank
-        has left the job before it began ``call``; with ``is_connection_lost`` also if rank ``call.peer`` has left later.
+        has left the job before it began ``call``; with ``is_connection_lost`` also if rank ``call.peer`` has left after it.
         """
         if self.error is not None:
             raise self.error
@@ -468,8 +470,9 @@ def _label_difference_text(
 ) -> str:
     """Return the text of the error that ranks are in collectives with different labels.
 
-    ``labels_by_rank``: by rank, labels by number of the collective. ``first``: the first number at which labels differ; None if
-    ranks are in collectives of two Comms. ``settings``: by digest, the text of the settings whose digests are in labels.
+    ``labels_by_rank``: for each rank its labels, by the number of the collective. ``first``: the first number at which labels
+    differ; None if ranks are in collectives of two Comms. ``settings``: by digest, the text of the settings whose digests are
+    in labels.
     """
     places = {rank: max(labels) if first is None else first for rank, labels in sorted(labels_by_rank.items())}
     here = {rank: labels_by_rank[rank][place] for rank, place in places.items()}

@@ -123,7 +123,9 @@ class Outcome:
 
 
 class CollectiveOutcome(Outcome):
-    """The outcome of a collective that a worker runs, or of one half of it: a collective in two halves has two outcomes.
+    """The outcome of a collective that a worker runs, or of one half of it.
+
+    An all_reduce in order of rank has two halves: a reduce_scatter, and a gather of the sums.
 
     Attributes:
         call: the collective.
@@ -164,7 +166,7 @@ class CollectiveOutcome(Outcome):
 
 
 def wait_ignoring_comm_errors(watch: CommWatch) -> None:
-    """Block until no collective of a watch is under way in a worker, or until these collectives cannot end."""
+    """Block until no collective of a watch is under way in a worker. Return early if the Comm has failed or ranks are late."""
     with suppress(AgreementError, CommError):
         while under_way := [each for ref in list(watch.last_outcomes.values()) if (each := ref()) and not each.is_done()]:
             while not under_way[0].is_done(_POLL_INTERVAL_S):

@@ -1,1 +1,1 @@
-"""Pure functions: equal inputs give equal outputs. No streams, and no global variable on which a value depends."""
+"""Pure functions: equal inputs give equal outputs. They use no streams, and no global variable changes a value."""

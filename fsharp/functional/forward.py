@@ -39,8 +39,8 @@ def forward(
         comm: the ranks.
         ties: the other units that store the values of tied leaves of this unit.
         release: release gathered parameters when ``fn`` returns, and gather them again in the backward. False keeps the
-            parameters until the backward, which saves one gather, and takes the memory of a full unit. Without effect if
-            nothing is gathered, with ``remat``, and under ``torch.func`` transforms other than ``vmap``.
+            parameters until the backward, which saves one gather, and takes the memory of a full unit. ``release`` has no
+            effect if nothing is gathered, with ``remat``, and under ``torch.func`` transforms other than ``vmap``.
         remat: recompute activations in the backward, as ``jax.checkpoint`` does. ``fn`` is called twice, with equal random
             numbers from the global generator and from generators in ``args``. True recomputes all activations. A policy
             ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, or a list of ops whose results are kept, chooses activations, as

@@ -11,8 +11,9 @@ partial         shard       ``reduce_scatter``
 partial         replicate   ``all_reduce``
 ==============  ==========  ===============================
 
-Finer axes are gathered first and reduced last. So as many bytes are sent as by one collective over all ranks. The axes
-and their order come from :meth:`UnitLayout.gather_axes` and :func:`~fsharp.functional.layout.stages.reduction_stages`.
+The axis along which a buffer was cut last, into the smallest parts, is gathered first and reduced last. So as many bytes are
+sent as by one collective over all ranks. The axes and their order come from :meth:`UnitLayout.gather_axes` and
+:func:`~fsharp.functional.layout.stages.reduction_stages`.
 
 [Note: resting and gathered]
 There are two kinds of copies of a value, which differ only in their gradients. Copies at **rest** are one value that all ranks
@@ -74,12 +75,13 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Raises:
         TreeError: the tree has no unit, or a unit or ``to`` is a partial sum.
         TreeError: the call is under ``torch.func.linearize``.
-        TreeError: in a loss, encoded parameters would get no gradient. In a loss gather encoded parameters only to ``"full"``,
-            and only parameters that the loss function was given.
+        TreeError: in a loss, encoded parameters would get no gradient. There they can be gathered only to ``"full"``, and only
+            if the loss function was given them as parameters.
         LayoutError: ``to`` is not a place of a unit's strategy.
         MeshError: ``comm`` is on another mesh than the tree.
 
-    Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes that it holds by then. Slices cost
+    Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes that it holds before this axis is
+        gathered. Slices cost
     nothing.
     Buffers in host memory are copied to the device first.
     Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``: see "What ranks
@@ -127,8 +129,8 @@ def gather_unchecked(tree: Tree, comm: Comm, to: PlaceName = "full") -> Tree:
 def loses_gradient(node: Sharded, *, whole: bool = True) -> bool:
     """Return whether a use of ``node`` in a loss would give its encoded parameters no gradient, as bytes have no gradient.
 
-    Only parameters that the loss function was given have sinks for gradients. Outside of a loss the result is False.
-    ``whole``: whether the use gathers to ``"full"``.
+    Only parameters that the loss function was given have sinks for gradients. Outside of a loss the result is False. ``whole``:
+    whether the use gathers to ``"full"``; only then do encoded parameters get a gradient.
     """
     if node.grad_sinks is None or not (node.is_encoded and torch.is_grad_enabled()):
         return False

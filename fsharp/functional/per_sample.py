@@ -39,8 +39,8 @@ def per_sample_norms(
             chunk, under ``torch.vmap`` over the samples. In the call the batch has one sample: dim 0 of every tensor has size
             1. If the function returns ``(sum, weight)``, the gradient is that of ``sum``. The function has to use parameters
             only through ``forward`` or ``gather``.
-        chunk_size: largest number of samples in one chunk; None means all. All ranks make as many chunks as the rank with the
-            most samples needs. Each rank cuts its samples into chunks of about equal size.
+        chunk_size: largest number of samples in one chunk; None means all. All ranks make equally many chunks: as many as the
+            rank with the most samples needs. A rank with fewer samples makes smaller chunks.
         randomness: ``"error"`` refuses random operations, ``"same"`` and ``"different"`` draw equal or different numbers for
             the samples, as in ``torch.vmap``.
 

@@ -53,8 +53,8 @@ def release_saved(out: Any, sharded: Any, gathered: Any, sequence_nr: int, comm:
     """Release the gathered parameters that autograd has saved for the backward of a call. The backward gathers them again.
 
     ``out``: the result of the call. ``sharded``: the units that a backward gathers. ``gathered``: the full units that the call
-    has used; buffers that share memory with ``sharded`` are not released. Nodes of the graph before ``sequence_nr``, autograd's
-    number at the start of the call, are not changed. Under a vmap over parameters nothing is released.
+    has used; buffers that share memory with ``sharded`` are not released. ``sequence_nr``: autograd's number of the first node
+    that the call could make; older nodes of the graph are not changed. Under a vmap over parameters nothing is released.
     """
     nodes = units_of(sharded)
     if any(unwrap_vmap(buffer) is not buffer for node in nodes for buffer in node.buffers):

@@ -161,9 +161,9 @@ class _AttachHandle(torch.autograd.Function):
 def _as_summands(x: torch.Tensor, source: MeshPlacement, target: MeshPlacement, comm: Comm) -> torch.Tensor:
     """Return this rank's summand of a gradient ``x``, so that the sum over ranks has each element once.
 
-    ``source``: the place of ``x``. Along axes on which ``target`` is partial, a replicated ``x`` becomes zeros on all ranks
-    but the first; a sharded ``x`` is padded with zeros to the whole buffer. Along axes on which ``target`` is sharded, a
-    replicated ``x`` is cut to this rank's part.
+    ``source``: the place of ``x``. Along axes on which ``target`` is partial, a replicated ``x`` becomes zeros on all ranks but
+    the first of the axis; a sharded ``x`` is padded with zeros to the whole buffer. Along axes on which ``target`` is sharded,
+    a replicated ``x`` is cut to this rank's part.
     """
     for axis in reversed(source.axis_order):
         n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)

@@ -89,12 +89,12 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     Raises:
         TreeError: ``sharded`` is no tree of Sharded, is a partial sum, or is not in the ``main`` dtype.
-        TreeError: in a trial, updates by the pair ``tx`` depended on how leaves are cut into buffers.
+        TreeError: ``tx`` is another library's pair, and a trial shows that it does not treat each element by itself.
         AgreementError: ranks have different layouts or optimizers.
 
     Cost: one collective of 40 bytes for each axis. Where main copies are sharded and parameters are not, one gather; for
-    formats that encode whole leaves a collective for their scales. For another library's pair about ten updates of small
-    tensors, one for each leaf.
+        formats that encode whole leaves a collective for their scales. For another library's pair a trial: about ten updates of
+        a tree of small tensors.
     """
     tx = as_transform(tx)
 

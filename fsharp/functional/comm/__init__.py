@@ -1,1 +1,1 @@
-"""Collectives of the ranks of a mesh, and the agreement of ranks before them. Reads ``layout``."""
+"""Collectives of the ranks of a mesh, and checks before them that ranks agree."""

@@ -99,7 +99,8 @@ def check_on_all_ranks(
 
     If ``check`` raises on all ranks, each rank raises its own error. Otherwise all ranks raise an :class:`AgreementError` with
     the text of the first error. On a rank whose ``check`` has raised, the cause of the AgreementError is the rank's own error.
-    There ``is_own`` is True, unless a collective within ``check`` has raised because of another rank.
+    On this rank the error's attribute ``is_own`` is True, unless a collective within ``check`` has raised because of another
+    rank.
     """
     try:
         result = check()

@@ -31,7 +31,8 @@ class _Collective:
 
     Attributes:
         call: the method of the Comm, such as ``Comm.all_gather``.
-        primitive: the function of this module that makes this collective; vmap calls this function again, with one more dim.
+        primitive: the function of this module that makes this collective. Under vmap this function is called again, on a tensor
+            with one more dim.
         transpose: the function of this module that is the transpose of ``primitive``, for the backward.
         to_argument: function from the tensor, ``[..., c]``, to the argument of ``call``.
         from_result: function from the result of ``call`` to the tensor that is returned; None if the two are the same.
@@ -168,9 +169,9 @@ def reduce_scatter_encoded(
         comm: the ranks.
         axis: the mesh axis along which to sum.
         wire: the format in which summands travel.
-        facts: function that returns facts for the message of a FormatError.
-        residual_and_noise: the residual (errors of earlier encodings), which is added to a 1-D ``x`` and then overwritten;
-            and a function that returns random numbers.
+        facts: function without arguments that returns pairs of name and text for the message of a FormatError.
+        residual_and_noise: the residual (errors of earlier encodings), which is added to a 1-D ``x`` and then overwritten; and
+            a function that returns random numbers for stochastic rounding.
         padding: slices of the last dim of the result that are set to zero.
         label: what the call is for.
 
@@ -278,7 +279,8 @@ def pcast(x: torch.Tensor, comm: Comm, axis: str, kind: CastKind, *, label: str 
         x: the value of this rank, of any shape.
         comm: the ranks.
         axis: the mesh axis along which the value is shared.
-        kind: a row of the table: what is computed. The kind in the last column converts the gradient, in the backward.
+        kind: the name of a row of the table below, which says what is computed. In the backward the gradient is converted by
+            the kind in the last column.
         label: what the sums are for: see :func:`all_gather_last`.
 
     =========  ===========  =================================================  ========

@@ -370,7 +370,7 @@ class CountingComm(DelegatingComm, _InnerCommMixin):
 class LabelPrefixComm(DelegatingComm, _InnerCommMixin):
     """A Comm that puts a text, such as ``"step 3: "``, in front of the labels of all calls of ``inner``.
 
-    A call without a label gets ``"step 3"``.
+    A call without a label gets the text without its colon: ``"step 3"``.
     """
 
     inner: Comm

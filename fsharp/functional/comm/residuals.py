@@ -2,11 +2,11 @@
 
 In each step a rank has a gradient ``g`` and a residual ``e``. The rank sends ``q = encode(g + e)``, and keeps ``g + e -
 decode(q)``. So the sum of all sent values and the last residual is the sum of all gradients. If all elements of ``g`` are zero,
-as in a step that leaves out the unit, the rank sends zeros and keeps ``e``. Each axis whose wire is a format has residuals of
-its own, for the values that a rank encodes along this axis.
+as in a step that leaves out the unit, the rank sends zeros and keeps ``e``. If values are encoded along several axes, each of
+these axes has residuals of its own.
 
-Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. So with batches
-of different weights, a residual counts in the next step as a part of that step's sum.
+Gradients and residuals are sums over a batch here; :func:`~fsharp.average` divides later. So a residual is divided by the
+weight of the next batch, to whose sum it is added, and not by that of its own batch.
 
 Sources: Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., arXiv 1901.09847.
 """
@@ -53,10 +53,10 @@ def zero_residuals(units: Iterable[UnitLayout], device: torch.device) -> PerRank
 def prepare_residuals(
     where: str, residuals: Any, units: Iterable[UnitLayout], *, donate: bool, step: int | None, rank: int
 ) -> tuple[PerRank | None, ResidualViews]:
-    """Return the residuals of ``units`` for the caller to overwrite, and for each unit the inputs of its encodings.
+    """Return the residuals of ``units``, which encodings overwrite, and for each unit the arguments of its encodings.
 
-    The residuals are copies of ``residuals``, or with ``donate`` the same tensors; None if ``residuals`` is None. The inputs
-    have, for each axis, a view of the returned residuals, and random numbers for stochastic rounding.
+    The residuals are copies of ``residuals``, or with ``donate`` the same tensors; None if ``residuals`` is None. The arguments
+    are, for each axis, a view of the returned residuals, and random numbers for stochastic rounding.
 
     Raises TreeError for missing residuals, or residuals of other units. Also raises TreeError for a wrong or missing ``step``,
     on which random numbers depend.

@@ -37,8 +37,8 @@ def _keep_lines(digest: str, lines: tuple[str, ...]) -> str:
 class SettingsHistory:
     """A digest of all settings that were added so far, for labels of collectives, and the newest settings as text.
 
-    Settings have to be equal on all ranks. The digest does not depend on where steps begin: one rank alone may run steps
-    without collectives. :attr:`text_to_compare` has at most the newest 512 settings.
+    Settings have to be equal on all ranks. The digest does not depend on where steps begin, as one rank alone may run steps
+    that have no collectives. :attr:`text_to_compare` has at most the newest 512 settings.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SettingsHistory:
 
     @property
     def digest(self) -> str:
-        """A digest of all settings so far; empty if there are none. Settings that are kept as text explain the digest."""
+        """A digest of all settings so far; empty if there are none. If digests of ranks differ, the kept texts show where."""
         return _keep_lines(self._digest, tuple(self._newest or self._before_step)) if self._digest else ""
 
     @property

@@ -24,8 +24,8 @@ class TreeLabelCounters:
 
     Attributes:
         num_trees: number of trees that all ranks have made together so far. The first tree gets the number 1.
-        gathered: ``gathered[axes][tree, unit]`` counts the trees with the name ``tree`` whose ``unit`` was gathered along
-            ``axes``: several trees can have one name. Each ``gathered[axes]`` keeps the newest 4096 pairs.
+        gathered: ``gathered[axes][tree, unit]`` is the number of trees named ``tree`` whose unit ``unit`` was gathered along
+            ``axes``. Several trees can have one name. Each ``gathered[axes]`` keeps the newest 4096 pairs.
     """
 
     num_trees: int = 0
@@ -61,8 +61,9 @@ def tree_label_counters_of(comm: Comm) -> TreeLabelCounters | None:
 def label_new_tree(tree: Any, comm: Comm) -> Any:
     """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``.
 
-    In a state a unit may have several nodes: parameters and moments. Then the first nodes of all units become one tree, the
-    second nodes another tree, and so on. Nothing is named if the Comm compares no labels.
+    In a state a unit may have several nodes, such as its parameters and its moments. Then each kind gets a name of its own: the
+        first node of every unit belongs to one tree, the second node of every unit to another tree, and so on. Nothing is named
+        if the Comm compares no labels.
     """
     counts = tree_label_counters_of(comm)
     if counts is not None:
