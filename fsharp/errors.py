@@ -77,7 +77,7 @@ class ScheduleError(FsharpError, ValueError):
 
 
 class RunError(FsharpError, ValueError):
-    """A run, or another part of ``fs.resilience``, got a wrong argument, or a method was called at a wrong time."""
+    """A ``Run``, or another object of ``fs.resilience``, got a wrong argument, or a method was called too early or too late."""
 
 
 class NonFiniteError(FsharpError, ArithmeticError):

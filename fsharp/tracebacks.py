@@ -155,7 +155,10 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def _without_library_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return ``trace`` without this library's frames, and torch's and Python's below them; ``trace`` itself if it has none."""
+    """Return ``trace`` without frames of this library, and of torch and Python's library below them.
+
+    Without such frames return ``trace``.
+    """
     kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
     while each is not None:
         module = str(each.tb_frame.f_globals.get("__name__"))

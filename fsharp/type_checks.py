@@ -88,7 +88,7 @@ def annotation_in_words(hint: Any) -> str:
 
 
 def _items_in_words(origin: Any, args: tuple[Any, ...]) -> str:
-    """Return the items of a container in words: "of str", "of str to Precision", "(number, number)"; "" if any values fit."""
+    """Return the items of a container in words: "of str", "of str to Precision", "(number, number)"; "" if each value fits."""
 
     def words(hint: Any) -> str:
         text = "any value" if hint is Any else re.sub(r"(^| or )an? ", r"\1", annotation_in_words(hint))

@@ -1,6 +1,6 @@
 """Checkpoints, each of which loads under any strategy, mesh and number of ranks, with the same bits.
 
-- To save: save; Saver, in the background; Replicas, in memory of hosts; RefreshNbytes, the bytes of a refresh.
+- To save: save; Saver, in the background; Replicas, in memory of hosts, and RefreshNbytes, the bytes of a save there.
 - To load: load, also files of Hugging Face and of torch.save.
 - Values that differ between ranks: PerRank, ModuleWithPerRankBuffers.
 - To look at checkpoints without ranks: list_checkpoints, latest, open_checkpoint, verify, prune; Checkpoint.

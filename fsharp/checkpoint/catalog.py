@@ -75,7 +75,8 @@ def save_id_from_clock(root: str) -> str:
 def advance_save_clock(root: str, created: float = 0.0) -> float:
     """Record ``created``, the time of a save, for ``root``. Return the latest time that this process has recorded for ``root``.
 
-    Saves under ``root`` and saves in memory of hosts have one order: a new save gets a later time than all recorded times.
+    Without ``created`` nothing is recorded. :func:`save_id_from_clock` gives a new save a later time than all recorded times:
+    so saves under ``root`` and saves in memory of hosts have one order.
     """
     latest = _latest_times[root] = max(_latest_times.get(root, 0.0), created)
     return latest
@@ -103,7 +104,7 @@ def save_time_of(path: str) -> float:
 
 
 def is_foreign_checkpoint(names: Collection[str]) -> bool:
-    """Return whether names in a folder are those of a Hugging Face checkpoint; False if one is a checkpoint folder's."""
+    """Return whether a folder with these names is a Hugging Face checkpoint; False if one names a checkpoint's folder."""
     return huggingface.is_huggingface_folder(names) and not any(map(_FOLDER_PATTERN.fullmatch, names))
 
 
@@ -345,7 +346,8 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     """Return the newest complete checkpoint under ``root``; None if there is none.
 
     Checkpoints with missing files, wrong sizes or a damaged manifest are skipped, with a warning in the log. Interrupted saves
-    are skipped too, and those of later steps are logged. Tensors are not read: for damage inside of files see :func:`verify`.
+    are skipped too, and those of later steps than the result are logged. Tensors are not read: for damage inside of files see
+    :func:`verify`.
 
     Raises:
         CheckpointError: the file system refuses to read the newest checkpoint, for example for lack of permission.

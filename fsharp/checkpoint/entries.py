@@ -127,7 +127,8 @@ class TreeContents:
         aliases: for the name of each tied leaf the name of the leaf that stores its value.
         layouts: lines of text that say which rank holds which elements of each unit.
         objects: see :class:`~fsharp.checkpoint.manifest.Manifest`.
-        settings: for each ShardedModule in the tree a text with the settings that it was given so far, for ranks to compare.
+        settings: texts as keys, one for each ShardedModule in the tree, with all settings that it was given up to this save,
+            for ranks to compare.
         encoded: by name, the encoded leaves, of which ``entries`` has planes and scales in place of values.
     """
 
@@ -426,8 +427,9 @@ def _sharded_tensor_entry(
 def is_group_scalar(buffer: torch.Tensor, unit: UnitLayout, group: int, place: MeshPlacement) -> bool:
     """Return whether ``buffer``, optimizer state of a group at ``place``, is one number for the group, such as a step count.
 
-    If the group has one element on a rank, ``buffer`` may also be the state of this element. Then a tensor without dims or of
-    another kind of dtype, such as int64, counts as one number for the group.
+    If the group has one element on a rank, ``buffer`` may also be the state of this element. In this case ``buffer`` counts as
+    one number for the group if it has no dims. So it does if its dtype, such as int64, is neither a floating-point dtype nor a
+    dtype of the group.
     """
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1

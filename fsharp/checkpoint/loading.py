@@ -383,7 +383,9 @@ def _fill_tree(
     read: Callable[[Checkpoint, list[NeededElements]], None],
     kept: Collection[str],
 ) -> None:
-    """Read the tensors ``into`` of a tree from ``found``, except tensors whose names are in ``kept``.
+    """Fill the tensors of a tree, with the contents ``into``, from the checkpoint ``found``.
+
+    Tensors with names in ``kept`` stay.
 
     Raises CheckpointError for damage, or if the checkpoint has different values for tied leaves or for leaves for which a unit
     keeps one number.

@@ -185,7 +185,10 @@ def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def shorten_error_rows(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Shorten rows ``(name, problem)``: names that differ only in numbers share a row, and a last row counts the others."""
+    """Shorten rows ``(name, problem)``: names that differ only in numbers share a row.
+
+    Of more than 12 rows the last one counts those left out.
+    """
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))

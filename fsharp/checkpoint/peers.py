@@ -146,7 +146,7 @@ class FirstErrorKeeper:
         self._error: Exception | None = None
 
     def run(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return ``do(*args)``. If ``do`` fails, keep the error, and return None. After an error, do not call ``do``."""
+        """Return ``do(*args)``. If ``do`` fails, keep the error, and return None. Later calls do nothing, and return None."""
         if self._error is None:
             try:
                 return do(*args)

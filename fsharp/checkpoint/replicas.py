@@ -209,7 +209,7 @@ class Replicas(BackgroundSaver):
     def refresh_nbytes(self, tree: Any) -> RefreshNbytes:
         """Return the exact bytes that this rank would send and keep in :meth:`refresh` of ``tree``. Needs no other rank.
 
-        Memory: for a ShardedOptimizer of an optimizer class its state once more, until the call returns.
+        Memory: for a ShardedOptimizer that was made from a class of torch.optim, its state once more until the call returns.
         """
 
         def like_state_dict(leaf: Any) -> Any:

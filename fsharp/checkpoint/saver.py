@@ -41,8 +41,8 @@ os.register_at_fork(after_in_child=_busy_savers.clear)  # a child has no threads
 class BackgroundSaver:
     """Base class of Saver and Replicas, which copy values to host memory, and write the copies in a thread during training.
 
-    The thread alone uses a second Comm of the ranks of ``comm``, with one axis if ``flat``. With ``background=False``, and for
-    several ranks without process groups, values are written in the caller's thread.
+    The thread uses a Comm of its own, of the ranks of ``comm``, with all ranks along one axis if ``flat``. Values are written
+    in the caller's thread if ``background`` is False, or if there are several ranks without process groups.
     """
 
     def __init__(self, comm: Comm, name: str, *, background: bool = True, flat: bool = False) -> None:
@@ -100,7 +100,10 @@ class BackgroundSaver:
         return self._under_way is not None and not self._under_way.is_done()
 
     def failure(self, within_s: float) -> BaseException | None:
-        """Wait at most ``within_s`` seconds for the end of the save under way. Return the save's error; None without one."""
+        """Wait at most ``within_s`` seconds for the end of the save under way.
+
+        Return the save's error; None if the save has none, or has not ended.
+        """
         return self._under_way.error if self._under_way is not None and self._under_way.is_done(within_s) else None
 
     @api_boundary
@@ -116,8 +119,8 @@ class BackgroundSaver:
     def wait(self) -> None:
         """Wait until the save under way has ended. Raises CheckpointError if the save has failed, or in a forked process.
 
-        If the disk of one rank hangs, all ranks raise a CheckpointError after the time limit of ``connect(timeout=)``. On one
-        rank the wait has no limit.
+        If the disk of one rank hangs, all ranks raise a CheckpointError after the time limit of ``connect(timeout=)``. In a job
+        of one rank the wait has no limit.
         """
         if self._under_way is not None:
             self._refuse_forked_process()

@@ -87,7 +87,10 @@ def check_tensor_names(where: str, names: Collection[str]) -> None:
 
 
 def encode_header(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Return a file's length field and header, which lists ``tensors`` in order, and with ``with_digests`` a digest table."""
+    """Return a file's length field and header.
+
+    The header lists ``tensors`` in order, and with ``with_digests`` also a table of digests.
+    """
     described: dict[str, Any] = {METADATA_NAME: dict(metadata)}
     end = 0
     for tensor in tensors:

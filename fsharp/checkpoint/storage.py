@@ -140,7 +140,10 @@ class LocalStorage:
             os.close(file)
 
     def publish(self, staged: str, folder: str) -> None:
-        """Rename the staging folder ``staged`` to ``folder``, its final path. CheckpointError if only the last sync fails."""
+        """Rename the staging folder ``staged`` to ``folder``, its final path.
+
+        CheckpointError if it was renamed, and the sync failed.
+        """
         _sync_folder(staged)
         os.rename(staged, folder)
         try:

@@ -120,7 +120,10 @@ def _line_of_error(error: str) -> str:
 
 
 def _with_readable_help(command: Callable[..., str], conf: Any) -> Callable[..., Callable[[], str]]:
-    """Return a function for tyro to parse, with line breaks removed from its help. It returns ``command`` bound to options."""
+    """Return a function from whose signature tyro makes a subcommand, with line breaks removed from the help.
+
+    The function returns ``command`` bound to the options that it gets. ``conf``: tyro's module of annotations.
+    """
 
     def call(*args: Any, **options: Any) -> Callable[[], str]:
         return partial(command, *args, **options)

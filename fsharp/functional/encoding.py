@@ -1,10 +1,11 @@
 """Encoding: turn values into parameters at rest: by a cast, by encoding in the group's format, or by encoded differences.
 
-[Note: differences] Where optimizer state is sharded over more axes than parameters, updates may travel as differences. All
-ranks hold the same parameters ``p``, and the owner of a part has the main copy ``m`` of the part. Each update sends ``encode(m
-- p)``. Every rank, the owner too, adds what it decodes to ``p``, in the dtype of ``m``. After the update ``p - m`` is the error
-of this one encoding. Errors do not add up, as the next difference is taken from the exact main copy again. A ``p`` that is
-infinite or NaN stays so. Source: SDP4Bit, arXiv 2410.15526.
+[Note: differences]
+Where optimizer state is sharded over more axes than parameters, updates may travel as differences. All ranks hold the same
+parameters ``p``, and the owner of a part has the main copy ``m`` of the part. Each update sends ``encode(m - p)``. Every rank,
+the owner too, adds what it decodes to ``p``, in the dtype of ``m``. After the update ``p - m`` is the error of this one
+encoding. Errors do not add up, as the next difference is taken from the exact main copy again. A ``p`` that is infinite or NaN
+stays so. Source: SDP4Bit, arXiv 2410.15526.
 """
 
 from collections.abc import Sequence

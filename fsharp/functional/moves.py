@@ -81,8 +81,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         MeshError: ``comm`` is on another mesh than the tree.
 
     Cost: for each gathered axis of ``n`` ranks a rank sends ``(n - 1)`` times the bytes that it holds before this axis is
-        gathered. Slices cost
-    nothing.
+    gathered. Slices cost nothing.
     Buffers in host memory are copied to the device first.
     Gradient: the gradient with respect to ``tree`` is summed over ranks, and rests in the place of ``tree``: see "What ranks
     differentiate" in ``docs/design_results.md``.

@@ -44,8 +44,8 @@ def contains_sharded_module(model: nn.Module) -> bool:
 def broadcast_buffers_from_rank_0(model: ShardedModule) -> None:
     """Copy rank 0's buffers, such as statistics of BatchNorm, to all ranks, as DistributedDataParallel does in its forwards.
 
-    Along an axis on which a unit varies, such as that of experts, each rank keeps its own buffers of the unit's modules. All
-    ranks have to call this function.
+    Along an axis on which a unit is Varying, such as that of experts, each rank keeps its own buffers of the unit's modules.
+    All ranks have to call this function.
     """
     for path, buffer in model.named_buffers():
         around, mine = model.layout.unit_around(path), local_tensor(buffer.detach())

@@ -98,7 +98,7 @@ class TensorBoardLogger:
 
     @api_boundary
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add each number to the writer as a scalar, and each text as text. Timelines, layouts and None are left out."""
+        """Add numbers to the writer as scalars, and all other values as text. Timelines, layouts and None are left out."""
         for name, value in named_leaves(plain_values(_without_timelines_layouts(values)), "/"):
             if isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)

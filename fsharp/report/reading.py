@@ -19,8 +19,8 @@ _LAST_TIME = 4e12  # the limit of a browser's dates
 class RunLog:
     """The values, events and timelines in the log of a run.
 
-    A start of the run removes the values from its step on, and later checkpoints, as the run makes these steps again. Events
-    stay. If a step has several values of one name, the last is kept.
+    When the run starts again at a step, values of this step and of later ones are removed, and so are later checkpoints: the
+    run makes these steps again. Events stay. If a step has several values of one name, the last is kept.
 
     Attributes:
         series: by name, numbers by step.

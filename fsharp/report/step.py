@@ -99,7 +99,11 @@ def _timeline_in_notebook(timeline: Timeline) -> str:
 
 
 def _notebook_html(about: str, timeline: Timeline, *, has_times: bool) -> str:
-    """Return the line ``about`` and the picture, as HTML. With more than :data:`MAX_OPS` ops a hint replaces the picture."""
+    """Return the line ``about`` and the picture, as HTML.
+
+    With more than :data:`MAX_OPS` ops a hint replaces the picture. ``has_times``: whether the timeline has seconds, and not
+    only an order of ops.
+    """
     if len(timeline.schedule.ops) > MAX_OPS:
         remedy = "It has too many ops to be drawn here: write <code>fs.inspect.step_page()</code> to a file."
         return f"<p>{html.escape(about)}. {remedy}</p>"

@@ -38,9 +38,9 @@ def plain_timeline(timeline: Timeline) -> dict[str, Any]:
 def plain_layout(layout: Layout) -> dict[str, Any]:
     """Return a layout as plain values: bytes at rest on a rank, and rows about leaves. Units that are alike share rows.
 
-    A row has the title of the units, such as ``layers.* x12``. Then come the leaf's path, dtype and shape, and spec, and the
-    part that one rank holds. The last field is a text of 0 and 1: a 1 for each rank that holds elements of the leaf. On more
-    than 64 ranks the text has 64 characters: a 1 for each run of ranks of which any holds elements.
+    A row has six fields: the title of the units, such as ``layers.* x12``; the leaf's path, its dtype and shape, and its spec;
+    and the part that one rank holds. The last field is a text of 0 and 1: a 1 for each rank that holds elements of the leaf. On
+    more than 64 ranks the text has 64 characters: a 1 for each run of ranks of which any holds elements.
     """
     where = TreeSharding(layout, "params")
     rows = []

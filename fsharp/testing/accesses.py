@@ -78,7 +78,8 @@ def _strided_tensors(value: Any) -> Iterator[torch.Tensor]:
 class LiveStorages:
     """The living storages from :meth:`add_storage`, each with the lane that allocated it.
 
-    ``log`` gets a :class:`Free` when a storage is freed, unless the storage has no bytes or overlaps an earlier storage.
+    ``log`` gets a :class:`Free` when a storage is freed, unless the storage has no bytes or shares bytes with one that was
+    added before.
     """
 
     def __init__(self, log: list[LogEntry]) -> None:

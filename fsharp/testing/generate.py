@@ -58,7 +58,7 @@ def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
 
 @options_checked
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
-    """Return all legal strategies without varying axes on a mesh: those with names, such as ZeRO-3, and those without."""
+    """Return all legal strategies on a mesh in which no placement is Varying: named ones, such as ZeRO-3, and all others."""
     result = []
     for rules in product(_AXIS_RULES, repeat=len(mesh.axes)):
         try:

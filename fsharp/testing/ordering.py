@@ -1,9 +1,9 @@
 """Detection of data races between streams: vector clocks of the lanes, and the last accesses of every byte.
 
 [Note: vector clocks] A lane is a stream. Each lane has a clock. The clock counts, for every lane, the ops that are sure to be
-finished before this lane's next op begins. Ops of the lane itself count at once, ops of other lanes count after a wait. Take
-two accesses to one byte, at least one of them a write. They are a race if the lane of the later access has not counted the
-earlier access before.
+finished before this lane's next op begins. Ops of the lane itself count as soon as they are issued; ops of other lanes count
+once the lane waits for them. Take two accesses to one byte, at least one of them a write. They are a race if the lane of the
+later access has not counted the earlier access before.
 
 Memory belongs to the lane that allocated it, as in torch's caching allocators. Once memory is freed, the next allocation of the
 same lane may reuse it. The allocator orders this allocation only after ops of the lane itself, so the lane's clock has to have
@@ -123,7 +123,7 @@ class _ShadowMemory:
         self._runs: list[tuple[int, int, _LastAccesses]] = []
 
     def take_entries(self, start: int, stop: int) -> list[tuple[int, int, _LastAccesses]]:
-        """Remove the entries of a run of bytes, and return them, cut to this run."""
+        """Remove the entries of the bytes ``[start, stop)``, and return them. The rest of an entry stays."""
         runs, i = self._runs, bisect_right(self._runs, start, key=itemgetter(0)) - 1
         if i < 0 or runs[i][1] <= start:
             i += 1

@@ -75,7 +75,10 @@ def _run_ranks(launcher: "_Launcher", mesh: Mesh, fn: Callable[[Comm], R], timeo
 
 
 class _Launcher:
-    """The process from which ranks are forked; see [Note: launcher]. It first runs the code ``first``."""
+    """The process from which ranks are forked; see [Note: launcher].
+
+    ``first`` is Python code, such as imports, that this process runs first.
+    """
 
     def __init__(self, first: str = "") -> None:
         self._first = first
@@ -89,7 +92,11 @@ class _Launcher:
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, folder: str, size: int, timeout: float) -> str:
-        """Run the ranks in processes that the launcher forks. Return text about failed ranks; empty if all have returned."""
+        """Run ``size`` ranks in processes that the launcher forks.
+
+        Return text about failed ranks; empty if all have returned. ``folder`` has the pickled function, and gets the ranks'
+        results and logs.
+        """
         with self._lock:
             if self._server is None:
                 imports = f"{self._first}\nfrom fsharp.testing.process_ranks import _serve_requests"

@@ -35,8 +35,8 @@ class UnneededWait(NamedTuple):
 
     Attributes:
         why: the wait in words, a key of :attr:`RaceReport.waits`.
-        is_implied: whether earlier waits of the lane had already waited for the same work. If False, no two accesses need the
-            wait.
+        is_implied: True if earlier waits of the lane had already waited for the same work. False if the wait does order
+            something, but no two accesses need this order.
         times: how often the wait was issued.
     """
 
@@ -204,11 +204,11 @@ class RaceReport:
 def checking_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """Check in this context that steps would have no data races on a device with streams. Runs on a CPU.
 
-    Gathers and reductions are issued on virtual streams. Both run at once, so values do not change. The check records each op
-    of torch, its stream, and the bytes that it reads and writes. At the end it raises an error if two accesses to the same
-    bytes are not ordered by waits and events. The check also raises an error if memory is freed and used again while another
-    stream may still use the memory. A wait of the host (``loss.item()``) orders nothing. The check does not see other
-    threads, and no accesses outside of torch's dispatcher, such as those of numpy to shared memory.
+    Gathers and reductions are issued on virtual streams. In fact each op runs immediately, so values do not change. The check
+    records each op of torch, its stream, and the bytes that it reads and writes. At the end it raises an error if two accesses
+    to the same bytes are not ordered by waits and events. The check also raises an error if memory is freed and used again
+    while another stream may still use the memory. A wait of the host (``loss.item()``) orders nothing. The check does not see
+    other threads, and no accesses outside of torch's dispatcher, such as those of numpy to shared memory.
 
     >>> import torch, fsharp as fs
     >>> from fsharp.testing import DebugPolicy, checking_races

@@ -163,7 +163,10 @@ class ThreadComm:
 
     @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Return the sum over ranks of ``x[c]``, added in order of rank; ``c`` is this rank's coordinate along the axis."""
+        """Return the sum over ranks of ``x[c]``, added in order of rank in ``dtype``.
+
+        ``c``: this rank's coordinate on ``axis``.
+        """
         check_row_per_rank(x, self.mesh.axis_size(axis))
         mine = self.mesh.coord(axis, self.rank)
         parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
@@ -307,7 +310,10 @@ class _World:
     # ------------------------------------------------------------ called by simulate()
 
     def wait_until_all_ended(self) -> None:
-        """Wait until every rank has ended, or for twice ``timeout`` without progress: then late ranks get a CommError."""
+        """Wait until every rank has ended.
+
+        After twice ``timeout`` without progress return, with a CommError for each rank that has not ended.
+        """
         with self._lock:
             while not all(self._ended):
                 left = self._last_change + 2 * self.timeout - time.monotonic()

@@ -74,7 +74,7 @@ def to_dcp(
             default the key is the name.
 
     Raises:
-        CheckpointError: the folder is not empty or a URL, or the checkpoint is damaged.
+        CheckpointError: the folder has files, ``folder`` is a URL, or the checkpoint is damaged.
         CheckpointError: there is no tensor to write, two tensors get one name, or a tensor was saved with ``planes=True``. No
             file is left.
 

@@ -227,7 +227,7 @@ def _export(
 
 
 def _has_overflowed(value: torch.Tensor, rounded: torch.Tensor) -> bool:
-    """Return whether rounding has changed a value that is beyond the finite numbers of the dtype of ``rounded``."""
+    """Return whether rounding has changed a value that is larger than any finite number of the dtype of ``rounded``."""
     wide = value if value.dtype == torch.float64 else value.float()  # whose dtype holds the limit
     return bool(((wide.abs() > torch.finfo(rounded.dtype).max) & (rounded.to(wide.dtype) != wide)).any())
 

@@ -1,8 +1,9 @@
 """Planes of encoded parameters in files: the tensors that a leaf has there, and the values that these encode.
 
-The codes of a leaf ``w`` are the tensor ``w``, and its scales the tensor ``w_scale``: of blocks, of rows, or one of the whole
-leaf. Beside scales of blocks, a scale of the whole leaf is ``w_scale_2``. A value is the product of its code and its scales.
-The names are those of compressed-tensors, and of NVIDIA's ModelOpt for ``w_scale_2``.
+The codes of a leaf ``w`` are the tensor ``w``. Its scales are the tensor ``w_scale``: one for each block, one for each row, or
+one for the whole leaf. A format that has a scale of the whole leaf beside those of blocks stores it as ``w_scale_2``. A value
+is the product of its code and its scales. The names are those of compressed-tensors, and of NVIDIA's ModelOpt for
+``w_scale_2``.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -62,8 +62,8 @@ def label_new_tree(tree: Any, comm: Comm) -> Any:
     """Name the nodes of ``tree``, which all ranks have made together, as a new tree, and return ``tree``.
 
     In a state a unit may have several nodes, such as its parameters and its moments. Then each kind gets a name of its own: the
-        first node of every unit belongs to one tree, the second node of every unit to another tree, and so on. Nothing is named
-        if the Comm compares no labels.
+    first node of every unit belongs to one tree, the second node of every unit to another tree, and so on. Nothing is named if
+    the Comm compares no labels.
     """
     counts = tree_label_counters_of(comm)
     if counts is not None:

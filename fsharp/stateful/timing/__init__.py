@@ -1,1 +1,1 @@
-"""When ops ran: the trace of measured steps, and the timeline of one step. Imports :mod:`fsharp.stateful.schedule` alone."""
+"""When ops ran: the trace of measured steps, and the timeline of one step. Of ``stateful`` it imports ``schedule`` alone."""

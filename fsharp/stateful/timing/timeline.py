@@ -64,7 +64,7 @@ class Timeline:
 
     @property
     def overlap(self) -> float:
-        """Fraction of the collectives' time in which the compute stream works; 1 if there are no collectives."""
+        """Fraction of the collectives' time, added over streams, in which the compute stream works; 1 without collectives."""
         computing = [span for span in self.spans if span.stream == "compute" and span.kind != WAITING]
         working = union_of_intervals(piece for span in computing for piece in self.wrap_span_into_step(span))
         total, hidden, kinds_that_send = 0.0, 0.0, kinds_with_collectives()
@@ -98,7 +98,10 @@ class Timeline:
         return max(nbytes for _, nbytes in self.memory)
 
     def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
-        """Return the seconds of all spans of ``kinds``, in ``unit`` and ``phase`` if given. A shared collective counts once."""
+        """Return the seconds of all spans of ``kinds``, in ``unit`` and ``phase`` if given.
+
+        The collective of a bucket counts once.
+        """
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
             return sum((span.seconds for span in chosen), 0.0)

@@ -38,8 +38,8 @@ class Trace:
 
         Args:
             schedule: the schedule that the step followed.
-            step: index of the step among ended steps, from 0; -1 is the last. None: the step of median duration, among the
-                steps with the most measured ops. The last step may lack gathers that are still under way.
+            step: index of the step among ended steps, from 0; -1 is the last. None: the step of median duration among the steps
+                with the most measured ops: of the last step gathers may be under way, and so not measured yet.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops belong to another schedule.
@@ -91,7 +91,8 @@ class Trace:
 def median_times_by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
     """Return the median seconds ``(forward, backward)`` by unit, 0 for a phase without times. Outer units come first.
 
-    So the keys can be used as patterns: an outer unit's pattern matches also inner units, and of all matches the last counts.
+    The keys can be used as patterns, of which the last match counts: an outer unit's pattern also matches its inner units,
+    whose own patterns come later.
     """
     units = sorted(dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count("."))
     return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}

@@ -13,7 +13,7 @@ _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 class HappensBefore:
     """The happens-before relation of ops, by vector clocks. The previous step's ops have negative positions: -1 is the last.
 
-    The ops of a bucket count as one op, which starts when all ops in ``after`` of these ops are over.
+    The ops of a bucket count as one op. It starts when all ops are over for which any op of the bucket waits (``after``).
     """
 
     def __init__(self, ops: Sequence[Op]) -> None:
@@ -92,7 +92,7 @@ class ScheduleCheckPass:
         """Check the conditions that hold after the last op."""
 
     def check_is_before(self, earlier: int | None, i: int, error_start: str) -> None:
-        """Raise an error, which begins with ``error_start``, unless op ``i`` starts after the end of op ``earlier``."""
+        """Raise an error, which begins with ``error_start``, unless op ``i`` starts after op ``earlier``, if any, has ended."""
         if earlier is not None and not self.order.is_before(earlier, i):
             j = earlier % len(self.order.ops)
             what = f"{error_start} op {j}, {self.order.ops[j]}: nothing orders op {i} after op {j}."

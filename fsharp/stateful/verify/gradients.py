@@ -75,7 +75,8 @@ class GradientCheck(ScheduleCheckPass):
     def _check_gradient_change(self, i: int, op: Op, later_senders: Sequence[tuple[OpSpec, str, int]]) -> None:
         """Record that op ``i`` changes its unit's gradient. Raise an error if an earlier op has sent this gradient.
 
-        ``later_senders``: keys in ``self.done`` of ops that send the unreduced gradient: they have to come after op ``i``.
+        ``later_senders``: keys, as in ``self.done``, of the ops that send the unreduced gradient, which have to come after op
+        ``i``.
         """
         sent = [
             (spec, op.unit, bisect_left(self.asked, op.event_index)) for spec in self.takers[FINISHING] if REST in spec.reads
@@ -106,11 +107,14 @@ class GradientCheck(ScheduleCheckPass):
             self.waiting.pop(op.unit, None)
 
     def _reductions_before(self, spec: OpSpec) -> list[OpSpec]:
-        """Return the kinds of ops that reduce the buffer freed by an op of kind ``spec``, and have to come before this op."""
+        """Return the kinds of reductions that come before an op of kind ``spec``: they reduce the buffer that it frees."""
         return [each for each in self.takers.get(spec.frees, ()) if each.calls]
 
     def _why_incomplete(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
-        """Return why ``op`` must not take its gradient yet, else ``""``. ``key``: unit, number of microbatch or ``reduce``."""
+        """Return why ``op`` must not take its gradient yet, else ``""``.
+
+        ``key``: unit, number of microbatch or ``reduce`` event.
+        """
         facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"

@@ -1,4 +1,4 @@
-"""The checks by :func:`~fsharp.schedules.verify` of the arena, state in host memory, derived buffers, and limits."""
+"""Checks of :func:`~fsharp.schedules.verify`: overlaps in the arena, state in host memory, decoded copies, policy limits."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -121,7 +121,7 @@ class ArenaOverlapCheck(ScheduleCheckPass):
             self.owners.set_value(memory, (key, i))
 
     def _check_opens(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Check that one op opens the memory of a gradient at rest (``Op.opens``), not later than the first op that writes."""
+        """Check that one op opens the memory of a gradient at rest (``Op.opens``): the first writer, or an earlier op."""
         facts, key = self.facts[op.unit], (REST, op.unit)
         if op.opens:
             if key in self.live:
@@ -234,7 +234,7 @@ def _unit_or_bucket(op: Op) -> str:
 
 
 class DerivedBufferCheck(ScheduleCheckPass):
-    """Check before each read of a buffer with a ``BufferKind.source`` that it was filled after the source's last change."""
+    """Check before each read of a buffer made from another one (``BufferKind.source``) that it is newer than that one."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)

@@ -113,7 +113,10 @@ class ParameterCheck(ScheduleCheckPass):
             raise op_error(update, self.order.ops[update], what, "a gather of phase update after it")
 
     def check_end(self) -> None:
-        """Check that updated parameters are where they rest, and that only gathers follow a gather for the next step."""
+        """Check that updated parameters are where they rest.
+
+        Check that after a gather for the next step there are only gathers.
+        """
         self._check_updates_gathered()
         first = len(self.order.ops) + min(self.carried.values(), default=0)
         for i, op in enumerate(self.order.ops[first:], first):

@@ -40,7 +40,7 @@ def verify(schedule: Schedule) -> None:
 
 
 def _check_each_op(schedule: Schedule) -> None:
-    """Check the arena's size and all fields. Kinds with ``OpSpec.events`` need one op at each such event of the program."""
+    """Check the arena's size, and each op's fields. Kinds with ``OpSpec.events`` need exactly one op at each such event."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
     facts, events = schedule.program.facts, schedule.program.events
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
@@ -77,9 +77,10 @@ def _check_each_op(schedule: Schedule) -> None:
 
 
 def _check_op_in_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_first: bool) -> None:
-    """Check that op ``i`` can be in its bucket: it can share collectives, and directly follows the earlier ops of the bucket.
+    """Check that op ``i`` can be in its bucket: it can share collectives, and directly follows the bucket's earlier ops.
 
-    Its ops have equal kinds, phases, events and coalescing keys, and do not wait for each other. ``is_first``: ``i`` is first.
+    All ops of a bucket have equal kinds, phases, events and coalescing keys, and do not wait for each other. ``is_first``:
+    ``i`` is first.
     """
     op, before = ops[i], ops[i - 1] if i else None
     mine = coalescing_key(op.spec.collectives(facts[op.unit]), facts[op.unit])
