@@ -20,6 +20,9 @@ class ParameterCheck(ScheduleCheckPass):
             if i < order.last_update:
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise op_error(i, order.ops[i], what, "a release after its last use")
+            if not self.policy.gather_at_start:
+                what = "is for the next step, and the policy says gather_at_start=False."
+                raise op_error(i, order.ops[i], what, "a gather in the step that uses the unit")
         tail = order.previous_step_tail_gathers()
         self.readers = {order.ops[i].stream: i for i in tail}  # by stream, the last op that reads or fills parameters at rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}

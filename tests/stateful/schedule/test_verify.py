@@ -93,6 +93,10 @@ FAULTS = {
     "spread early": (lambda s: edit(s, 19, after=()), r"op 19, gather a update .*: may read stale parameters, before op 18"),
     "spread last": (lambda s: move(s, 19, 20), r"op 19, gather a forward .*: gathers stale parameters"),
     "carried early": (lambda s: move(s, 20, 18), r"op 18, gather a forward .*: is gathered and never released: .* stale"),
+    "carried against the policy": (
+        lambda s: replace(s, policy=SchedulePolicy(gather_at_start=False)),
+        r"op 20, gather a forward .*: is for the next step, and the policy says gather_at_start=False",
+    ),
     "cast": (lambda s: drop(s, 9), r"event 6, backward_end b: the gradient of use 1 of 'b' is never cast"),
     "cast to send": (lambda s: drop(s, 10), r"op 11, reduce a backward .*: comes before the cast of use 0"),
     "cast twice": (lambda s: twice(s, 9), r"op 10, cast b .*: casts the gradient of use 1 twice"),
