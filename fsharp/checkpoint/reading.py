@@ -217,8 +217,9 @@ class ShardFileReader:
 
         All bytes are counted from the end of the header.
         """
-        found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
-        if expected.startswith(found):
+        found, first = block_digests(view), start // BLOCK_NBYTES * 8
+        expected = self._table[first : first + len(found)]  # not the rest of the table, which each read would copy
+        if expected == found:
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 

@@ -263,8 +263,9 @@ class Saver(BackgroundSaver):
             TreeError: a leaf cannot be saved.
             AgreementError: ranks have different trees or values.
 
-        Cost: a copy of this rank's elements, and two collectives of 40 bytes for each axis; then, in the background, the cost
-        of :func:`save`. Memory: the copy, kept between saves.
+        Cost: a copy of this rank's elements, and for each axis a collective of 40 bytes and one of 16; with a module or an
+        optimizer in the tree another one of 40. Then, in the background, the cost of :func:`save`. Memory: the copy, kept
+        between saves.
         """
         self._refuse_forked_process()
         with self._lock:

@@ -3,6 +3,7 @@
 import fcntl
 import glob
 import os
+import re
 import shutil
 import stat
 import weakref
@@ -38,8 +39,14 @@ def _note_read(nbytes: int) -> None:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of ``path``. A URL is returned unchanged, except for slashes at its end."""
+    """Return the absolute path of ``path``. A URL is returned unchanged, except for slashes at its end.
+
+    Raises CheckpointError for a URL that pathlib has made a path: ``Path("s3://a")`` is the local path ``s3:/a``.
+    """
     given = os.fspath(path)
+    if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]", given):
+        url = given.replace(":/", "://", 1)
+        raise CheckpointError(f"{given}: pathlib has removed a slash of this URL. Pass it as a text: {url!r}.")
     return given.rstrip("/") if "://" in given else os.path.abspath(given)
 
 

@@ -70,8 +70,8 @@ def connect(mesh: Mesh, *, device_type: Literal["cuda", "cpu"] | None = None, ti
     kind = device_type or ("cuda" if has_cuda else "cpu")
     if kind == "cuda" and (found is None or found.type != "cuda"):
         raise OptionError("connect(): device_type is 'cuda', and this machine has no GPU. Pass 'cpu' or None.")
-    if kind == "cuda":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if kind == "cuda" and "LOCAL_RANK" in os.environ:  # a launcher without this variable has chosen the device itself
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     if world_size == 1:
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
@@ -90,7 +90,7 @@ def destroy() -> None:
     error. An exit of this process has the same effect on other ranks.
 
     Cost: unless an error is being handled, this rank first waits for the end of its own collectives, whose messages other ranks
-        need.
+    need.
     Rank 0, which hosts the job's store unless torchrun does, waits for the other ranks to leave. Rank 0 waits for at most 30
     seconds, or 2 seconds after an error, and never longer than the job's time limit.
     """

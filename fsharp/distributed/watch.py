@@ -31,6 +31,7 @@ _MAX_LABELS_WITH_SETTINGS = 8
 _NUM_LABELS_AROUND = 2
 """Number of labels that an error shows before and after a difference."""
 _MAX_STATUSES_READ_AT_ONCE = 16
+_MAX_STATUS_CHARACTERS = 1 << 20
 """Most statuses that a waiting rank reads at once; of a large mesh it reads other statuses each time."""
 _STATUS_EXPIRES_AFTER_S = 2.0
 _WARN_AFTER_S = 10.0
@@ -239,7 +240,10 @@ class StatusExchange:
 
     def _write_status(self, status: "RankStatus") -> None:
         self._num_written += 1
-        self.board.write(f"rank {self.rank}", json.dumps(status._replace(num_written=self._num_written)))
+        text, short = (
+            json.dumps(each._replace(num_written=self._num_written)) for each in (status, status._replace(settings=None))
+        )
+        self.board.write(f"rank {self.rank}", text if len(text) <= _MAX_STATUS_CHARACTERS else short)  # the store would cut it
 
 
 class RankStatus(NamedTuple):
@@ -252,7 +256,7 @@ class RankStatus(NamedTuple):
         labels: labels of the last collectives that the rank has begun in this watch.
         counts: number of collectives that the rank has begun, by name of a watch.
         departure: how the rank has left the job, such as after which collective; empty while the rank is in the job.
-        settings: by digest, the text of the settings whose digests are in ``labels``.
+        settings: by digest, the text of the settings whose digests are in ``labels``; None without any, or if too long.
         elsewhere: names of watches whose collectives other threads of the rank will call.
     """
 

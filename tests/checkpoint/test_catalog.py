@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +207,31 @@ def test_an_error_of_a_store_does_not_hide_that_of_a_save(monkeypatch, caplog):
         monkeypatch.setattr(MemoryFileSystem, name, away)
     remove_staged("memory://numbers/step-1")
     assert re.search("memory://numbers/.*: could not be removed .the store is away", caplog.text)
+
+
+def test_a_url_that_pathlib_has_made_a_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"pathlib has removed a slash of this URL. Pass it as a text: 'memory://run/a'"):
+        fs.checkpoint.save(Path("memory://run/a"), {"seen": 3}, step=1, comm=COMM)
+    assert not os.listdir()
+
+
+def test_a_whole_file_is_compared_with_as_many_bytes_of_digests_as_it_has(tmp_path):
+    """Not with the rest of the table at each read, which would be a copy that grows with the square of the size."""
+    copied = []
+
+    class Table(bytes):
+        def __getitem__(self, which):
+            found = super().__getitem__(which)
+            copied.append(len(found))
+            return found
+
+    found = fs.checkpoint.save(tmp_path, {"x": torch.zeros(1 << 20)}, step=1, comm=COMM)  # 4 MiB, read by pieces of 1 MiB
+    found.tensor("x")
+    [reader] = found.reader._files.values()
+    reader._table = Table(reader._table)
+    assert reader.find_damaged_block_starts() == []
+    assert sum(copied) == len(reader._table)
 
 
 def test_an_unknown_tensor(tmp_path):

@@ -225,6 +225,14 @@ def test_damaged_folders(tmp_path):
 
     fails(without_index, f"is in other.safetensors and in {first}")
 
+    def twice_empty(folder):
+        for path in folder.iterdir():
+            path.unlink()
+        for name in ("a", "b"):
+            save_file({"empty": torch.zeros(0)}, folder / f"{name}.safetensors")
+
+    fails(twice_empty, "'empty' is in b.safetensors and in a.safetensors")
+
 
 def test_no_folder_of_safetensors(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint here"):

@@ -201,6 +201,20 @@ def _status_of(pid):
     return "State:\tZ, and gone"
 
 
+@pytest.mark.parametrize(("variable", "chosen"), [({}, []), ({"LOCAL_RANK": "3"}, [3])])
+def test_connect_chooses_the_gpu_only_if_a_launcher_says_which(monkeypatch, variable, chosen):
+    indices = []
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", indices.append)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: indices[-1] if indices else 2)
+    assert fs.connect(fs.Mesh({"dp": 1})).device == torch.device("cuda", chosen[0] if chosen else 2)
+    assert indices == chosen
+
+
 def test_a_process_has_the_environment_and_directory_of_the_call(tmp_path, monkeypatch):
     monkeypatch.setenv("FSHARP_TEST_WORD", "first")
     processes(DP, lambda comm: None)

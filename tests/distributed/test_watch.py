@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsharp as fs
 from fsharp.distributed import job_store
-from fsharp.distributed.watch import CommWatch, StatusExchange
+from fsharp.distributed.watch import CommWatch, RankStatus, StatusExchange
 from fsharp.distributed.worker_threads import Outcome
 from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm.protocol import LabelPrefixComm
@@ -145,6 +145,19 @@ class Table:
 def two_ranks():
     table = Table()
     return [CommWatch("one", StatusExchange(rank, 2, table), table, limit_s=60) for rank in range(2)]
+
+
+def test_settings_too_long_for_the_store_are_left_out_of_a_status():
+    class Store(Table):
+        def write(self, key, text):
+            super().write(key, text[: 1 << 20])
+
+    table = Store()
+    ranks = [StatusExchange(rank, 2, table) for rank in range(2)]
+    for each in ranks:
+        each.write_status_and_read_others(RankStatus(0, "one", 3, ["a"], {}, settings={"d1": "x" * (1 << 21)}), None)
+    assert ranks[1].seen[0].labels == ["a"]
+    assert ranks[1].seen[0].settings is None
 
 
 def test_labels_make_tags():

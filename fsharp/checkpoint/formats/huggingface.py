@@ -76,7 +76,7 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
     index = _read_index(storage, folder, indices[0]) if indices else None
     used = sorted(set(index.values())) if index is not None else used
     files, tensors, values, seen = list[FileRecord](), dict[str, TensorRecord](), dict[str, Any](), xxhash.xxh3_64()
-    encoded = dict[str, EncodedLeaf]()
+    encoded, file_of = dict[str, EncodedLeaf](), dict[str, str]()
     for number, name in enumerate(used):
         file, found = _record_and_description(storage, folder, name)
         files.append(file)
@@ -85,7 +85,8 @@ def huggingface_manifest(storage: Storage, path: str) -> Manifest:
             if index is not None and index.get(tensor) != name:
                 continue
             if tensor in tensors:
-                raise CheckpointError(f"{folder}: {tensor!r} is in {name} and in {used[tensors[tensor].chunks[0].file]}.")
+                raise CheckpointError(f"{folder}: {tensor!r} is in {name} and in {file_of[tensor]}.")
+            file_of[tensor] = name
             numel = (extent.end - extent.begin) // extent.dtype.itemsize
             tensors[tensor] = TensorRecord(extent.dtype, extent.shape, (Chunk(number, 0, numel),) if numel else ())
         values |= found.values

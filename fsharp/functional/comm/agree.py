@@ -104,6 +104,7 @@ def check_on_all_ranks(
     """
     try:
         result = check()
+        texts = fields(result) if comm.mesh.size > 1 else {}
     except Exception as error:  # of any kind: other ranks have to get it
         try:
             agree(where, {}, comm, failure=str(error) or repr(error))
@@ -113,7 +114,7 @@ def check_on_all_ranks(
                 raise seen from error
         raise
     if comm.mesh.size > 1:
-        agree(where, fields(result), comm)
+        agree(where, texts, comm)
     return result
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, FsharpError, MeshError, TreeError
-from fsharp.functional.comm.agree import all_gather_fixed_size
+from fsharp.functional.comm.agree import all_gather_fixed_size, check_on_all_ranks
 from fsharp.testing import simulate
 from tests.ranks import on_ranks
 
@@ -224,3 +224,15 @@ def test_one_rank_alone_asks_nobody():
     counting = fs.collectives.CountingComm(fs.SingleComm())
     fs.collectives.agree("here()", {"a": "b"}, counting)
     assert counting.num_calls == 0
+
+
+@on_ranks(fs.Mesh({"dp": 2}))
+def test_an_error_while_a_rank_describes_its_result_is_an_error_on_all(comm):
+    def describe(result):
+        if comm.rank == 1:
+            raise MemoryError("no room for the text")
+        return {"result": str(result)}
+
+    with pytest.raises((AgreementError, MemoryError), match="no room for the text"):
+        check_on_all_ranks("here()", comm, lambda: 7, describe)
+    assert comm.all_reduce(torch.ones(()), "dp") == 2  # ranks are together again
