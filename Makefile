@@ -1,5 +1,5 @@
 # make train     train a byte-level GPT on this machine, two processes (ARGS=--help lists its options)
-# make test      ruff, mypy and the tests (10 to 12 minutes on 2 cores, 20 on a slow day of a shared machine)
+# make test      ruff, mypy and the tests (8 to 12 minutes on 2 cores, 20 on a slow day of a shared machine)
 # make lint      ruff and mypy alone
 # make test-all  the deep version: more examples, more ranks (two hours and more)
 # make test-kernels  tests that compare numbers, with the kernels of older processors; tests with threads, on one core

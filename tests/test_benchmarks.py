@@ -389,7 +389,7 @@ def test_predictions_are_judged_by_candidates_that_differ_by_more_than_noise():
 
 def test_equal_schedules_are_one_candidate():
     schedule = fs.schedules.compile_schedule(THREE_UNITS, fs.SchedulePolicy())
-    other = schedule.replace_ops(schedule.ops[:-1])
+    other = schedule.replace_ops([replace(op, after=()) for op in schedule.ops[:-1]])
     keys = [("zero3", policy, "") for policy in ("prefetch 1", "gathered once", "no buckets")]
     assert tuning.distinct(dict(zip(keys, (schedule, other, schedule), strict=True))) == keys[:2]
 
@@ -422,8 +422,7 @@ def test_a_published_number_of_operations_is_that_of_its_tokens():
 
 def test_compute_is_scaled_to_the_step_without_communication():
     schedule = fs.schedules.compile_schedule(THREE_UNITS, fs.SchedulePolicy(gather_at_start=False))
-    alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
-    alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
+    alone = schedule.replace_ops([replace(op, after=()) for op in schedule.ops if op.kind in ("compute", "cast", "update")])
     memory_bandwidth = 2.0 * THREE_UNITS.units[0].outgoing
     speeds = {"bandwidth": 1.0, "memory_bandwidth": memory_bandwidth}
     hardware = fs.inspect.Hardware(compute_times={"**": (1.0, 2.0)}, **speeds, update_s=0.5)
